@@ -85,7 +85,7 @@ def inputs_of(
 ) -> Iterator[BothInputs]:
     """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
     gate_up, down, *biases = weights
-    weights = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *biases)
+    cast = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *biases)
     for plan in plans:
-        i = new_inputs(x, weights, s, plan, experts.options)
+        i = new_inputs(x, cast, s, plan, experts.options)
         yield BothInputs(*i, *row_bytes(i, experts.options.row_chunks))

@@ -21,17 +21,17 @@ from ..kernels.base.check import (
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
-from ..kernels.quantize.four_bit import FourBit
 from ..private_api import has_hooks
 from ..routing.plan import RoutePlan
 
-Weights = tuple[Tensor | FourBit | None, ...]  # of experts, as they compute with them; biases may be None
+Weights = tuple[Any, ...]  # of experts, as they compute with them: a Tensor, a FourBit or None each
+Within = Callable[..., Tensor]  # what `inside` calls in a forward pass
 
 
 def option(name: str) -> Any:
     """Return a property of a module: a field of its `options`, which are replaced where the field is set."""
 
-    def change(module: nn.Module, value: Any) -> None:
+    def change(module: Any, value: Any) -> None:
         module.options = replace(module.options, **{name: value})
 
     return property(lambda module: getattr(module.options, name), change)
@@ -47,11 +47,11 @@ class WithOptions(nn.Module):
     recompute: str = option("recompute")
     fp8: str | None = option("fp8")
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         if "options" not in state:  # pickled by 0.2, which kept each option apart
             names = [name for name in asdict(ExpertOptions()) if name in state]
             state = state | {"options": ExpertOptions(**{name: state.pop(name) for name in names})}
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
 
 class Experts(WithOptions):
@@ -74,7 +74,7 @@ class Experts(WithOptions):
     `dispatcher`, which `moe_aiter.distributed` sets, computes the experts on several ranks.
     """
 
-    dispatcher = None
+    dispatcher: Callable[..., Tensor] | None = None
 
     @checked
     def __init__(
@@ -116,7 +116,7 @@ class Experts(WithOptions):
                 nn.init.uniform_(bias, -bound, bound)
 
     def forward(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Within | None = None
     ) -> Tensor:
         """Send `x` (T, H) through the experts of `plan`; add up, weighted by `routing_weights` (T, k).
 
@@ -143,10 +143,11 @@ class Experts(WithOptions):
 
         Without `save_z` backward computes the pre-activations again, whatever `recompute` says.
         """
+        gate_up, down, up_bias, down_bias = weights
         up_sum, down_sum = getattr(self.gate_up, "main_grad", None), getattr(self.down, "main_grad", None)
-        weights = ExpertWeights(*weights, local_part(up_sum), local_part(down_sum))
+        whole = ExpertWeights(gate_up, down, up_bias, down_bias, local_part(up_sum), local_part(down_sum))
         options = self.options if save_z else replace(self.options, recompute="z")
-        return mix_experts(x, weights, routing_weights, plan, options)
+        return mix_experts(x, whole, routing_weights, plan, options)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
@@ -162,10 +163,13 @@ class SteppedExperts(nn.Module):
     `dispatcher` is that of `Experts`; `local_weights` and `compute` are as there.
     """
 
-    dispatcher = None
+    dispatcher: Callable[..., Tensor] | None = None
+    owners: Callable[[], Iterable[nn.Module]]
+    local_weights: Callable[[], Weights]
+    compute: Callable[..., Tensor]
 
     def forward(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Callable | None = None
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, *, within: Within | None = None
     ) -> Tensor:
         """Do as `Experts.forward`: (T, H) -> (T, H)."""
         if within is not None:
@@ -192,7 +196,9 @@ def local_weight(p: Tensor | None) -> Tensor | None:
     """Return the part of a parameter that this rank has.  A `main_grad` takes all of its gradient, so that
     autograd, which may send zeros for none, is not asked."""
     local = local_part(p)
-    return local.detach().requires_grad_(p.requires_grad) if hasattr(p, "main_grad") else local
+    if p is None or local is None or not hasattr(p, "main_grad"):
+        return local
+    return local.detach().requires_grad_(p.requires_grad)
 
 
 def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -205,7 +211,8 @@ def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -
     hooked = [module for module in owners if is_hooked(module)]
     if not hooked:
         return fn(*args)
-    return hooked[0](*args, within=partial(inside, hooked[1:], fn))
+    out: Tensor = hooked[0](*args, within=partial(inside, hooked[1:], fn))
+    return out
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -216,7 +223,8 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """Return `module(x)`; by nn.Linear, a NaN or infinity of one token stays in its row on every CPU."""
     if private_api.AMX and x.is_cpu and type(module) is nn.Linear and not is_hooked(module):
         return linear(x, module.weight, module.bias)
-    return module(x)
+    out: Tensor = module(x)
+    return out
 
 
 class SharedExpert(nn.Module):
@@ -244,8 +252,9 @@ class SharedExpert(nn.Module):
         self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
 
     def reset_parameters(self) -> None:
-        for part in self.children():
-            part.reset_parameters()
+        for part in (self.gate_up, self.down, self.gate):
+            if part is not None:
+                part.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, H) -> (T, H)."""
@@ -257,16 +266,16 @@ class SharedExpert(nn.Module):
         return f"activation={self.activation!r}, interleaved={self.interleaved}"
 
 
-def new_shared(hidden: int, intermediate: int, gate: bool, mlp: dict) -> SharedExpert | None:
+def new_shared(hidden: int, intermediate: int, gate: bool, mlp: dict[str, Any]) -> SharedExpert | None:
     if gate and not intermediate:
         raise ValueError("shared_gate=True, but shared_intermediate is 0: there is no shared expert to gate")
     return SharedExpert(hidden, intermediate, gate=gate, **mlp) if intermediate else None
 
 
-def new_latent(hidden: int, latent: int, where: dict) -> tuple[nn.Linear | None, nn.Linear | None]:
+def new_latent(hidden: int, latent: int, where: dict[str, Any]) -> tuple[nn.Linear | None, nn.Linear | None]:
     """Return the projections to and from vectors of the width `latent`, if that is not 0."""
     if latent == 0:
         return None, None
     check_sizes(latent=latent)
-    sizes = (hidden, latent), (latent, hidden)
-    return tuple(nn.Linear(*size, bias=False, **where) for size in sizes)
+    to_latent = nn.Linear(hidden, latent, bias=False, **where)
+    return to_latent, nn.Linear(latent, hidden, bias=False, **where)
