@@ -31,14 +31,9 @@ class ExpertsMonitor(Monitor):
         if not is_experts(layer):
             return super().attach(layer)
         weight = down_of(layer)  # (E, H, I) or (E, I, H)
-        layer.monitor = Recorder(weight.shape[0], weight.device, self.evaluation)
-        layer.monitor.hook = layer.register_forward_pre_hook(record_experts, with_kwargs=True)
+        self.attachment.put(layer, "monitor", Recorder(weight.shape[0], weight.device, self.evaluation))
+        self.attachment.hook(layer.register_forward_pre_hook(record_experts, with_kwargs=True))
         return layer.monitor
-
-    def detach(self, layer: nn.Module) -> None:
-        if is_experts(layer):
-            layer.monitor.hook.remove()
-        super().detach(layer)
 
 
 def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -12,6 +12,7 @@ from ..private_api import COMPILED
 from ..routing.balance import SCALARS, record_routing, sum_over_ranks
 from ..routing.losses import load_statistics
 from ..routing.router import Routing
+from .attached import Attachment, NotCopied, plain_name
 from .moe import MoE, device_of
 
 BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # for a terminal, and for one that has only ASCII
@@ -78,13 +79,15 @@ class Monitor:
     ):
         check_group(group=group)
         self.evaluation, self.group = evaluation, group
-        layers = {plain_name(name) or type(m).__name__: m for name, m in self.find(model).items()}
+        layers = {
+            plain_name(name, (COMPILED,)) or type(m).__name__: m for name, m in self.find(model).items()
+        }
         if not layers:
             raise ValueError(f"{type(model).__name__} has no layer that a monitor can count")
         for name, layer in layers.items():
             if getattr(layer, "monitor", None) is not None:
                 raise ValueError(f"{name} has a monitor already: remove() that one first")
-        self.layers = layers
+        self.layers, self.attachment = layers, Attachment()
         self.recorders = {name: self.attach(layer) for name, layer in layers.items()}
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -92,11 +95,8 @@ class Monitor:
         return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
 
     def attach(self, layer: nn.Module) -> "Recorder":
-        layer.monitor = Recorder(layer.num_routed, device_of(layer), self.evaluation)
+        self.attachment.put(layer, "monitor", Recorder(layer.num_routed, device_of(layer), self.evaluation))
         return layer.monitor
-
-    def detach(self, layer: nn.Module) -> None:
-        layer.monitor = None
 
     def read(self) -> dict[str, LayerStatistics]:
         """Return the statistics of each layer, by name; synchronises once, however many layers there are.
@@ -138,9 +138,7 @@ class Monitor:
 
     def remove(self) -> None:
         """Detach from the model; `read` still returns what was counted."""
-        for name, layer in self.layers.items():
-            if getattr(layer, "monitor", None) is self.recorders[name]:
-                self.detach(layer)
+        self.attachment.close()
 
     def __enter__(self) -> "Monitor":
         return self
@@ -149,7 +147,7 @@ class Monitor:
         self.remove()
 
 
-class Recorder:
+class Recorder(NotCopied):
     """The sums of one layer."""
 
     def __init__(self, num_experts: int, device: torch.device, evaluation: bool):
@@ -167,14 +165,6 @@ class Recorder:
                 with torch.inference_mode(False):
                     self.totals = self.totals.to(chosen.device)
             record_routing(self.totals, routing.expert_ids, chosen, kept, routing.logits, mask)
-
-    def __reduce__(self):
-        return type(None), ()  # copy.deepcopy and pickle leave None in its place
-
-
-def plain_name(name: str) -> str:
-    """Without what torch.compile adds to it."""
-    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def scalars_of(statistics: dict[str, LayerStatistics]) -> dict[str, float]:

@@ -37,6 +37,7 @@ from ..private_api import (
     top_hooks,
     version_of,
 )
+from .attached import Attachment
 from .experts import Experts
 from .four_bit import FourBitExperts
 from .lora import LoRAExperts, LoRAFactors
@@ -206,22 +207,16 @@ class Pool:
 
         return saved_tensors_hooks(pack, unpack)
 
-    def attach(self, layer: Layer) -> Callable[[], None]:
-        """Run and load the module of a layer by this pool, move it without its weights; return how to end."""
-        own, reason = vars(layer.module), "experts are offloaded to host memory"
-        own["forward"] = partial(outside_of_graph, reason, self.call, layer, layer.module.forward)
-        setattr(own["forward"], SAME, True)
-        own[MOVE] = partial(without_weights, layer, getattr(layer.module, MOVE))
+    def attach(self, layer: Layer, attachment: Attachment) -> None:
+        """Run and load the module of a layer by this pool, and move the module without its weights."""
+        module, reason = layer.module, "experts are offloaded to host memory"
+        forward = partial(outside_of_graph, reason, self.call, layer, module.forward)
+        setattr(forward, SAME, True)
+        attachment.put(module, "forward", forward)
+        attachment.put(module, MOVE, partial(without_weights, layer, getattr(module, MOVE)))
         # methods of the pool, for which pickle says why it refuses
-        loading = layer.module.register_load_state_dict_pre_hook(self.before_loading)
-        loaded = layer.module.register_load_state_dict_post_hook(partial(self.after_loading, layer))
-
-        def end() -> None:
-            del own["forward"], own[MOVE]
-            loading.remove()
-            loaded.remove()
-
-        return end
+        attachment.hook(module.register_load_state_dict_pre_hook(self.before_loading))
+        attachment.hook(module.register_load_state_dict_post_hook(partial(self.after_loading, layer)))
 
     def before_loading(self, *_) -> None:
         if self.stream is not None:
@@ -328,13 +323,10 @@ def offload(
     for layer in layers:
         to_host(layer, device)
     pool = Pool(layers, device, ahead)
-    ends = [pool.attach(layer) for layer in layers]
-
-    def end() -> None:
-        while ends:
-            ends.pop()()
-
-    return end
+    attachment = Attachment()
+    for layer in layers:
+        pool.attach(layer, attachment)
+    return attachment.close
 
 
 def layers_of(model: nn.Module) -> list[Layer]:

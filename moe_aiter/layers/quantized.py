@@ -32,6 +32,7 @@ from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
+from .attached import Attachment
 from .experts import Experts, WithOptions
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
@@ -396,23 +397,15 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
         kwargs = inputs
     else:
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-    hooks = []
-    training = {m: m.training for whole in (model, quantized) for m in whole.modules()}
-    try:
-        for m in training:
-            m.training = False
+    with Attachment() as attachment, torch.no_grad():
+        for module in {*model.modules(), *quantized.modules()}:
+            attachment.put(module, "training", False)
         for name, (original, layer) in pairs.items():
             hook = partial(compare, name, layer)
-            hooks.append(original.register_forward_hook(hook, with_kwargs=True))
-        with torch.no_grad():
-            expected = model(*args, **kwargs)
-            whole = Distance()
-            whole.add(quantized(*args, **kwargs), expected)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for m, mode in training.items():
-            m.training = mode
+            attachment.hook(original.register_forward_hook(hook, with_kwargs=True))
+        expected = model(*args, **kwargs)
+        whole = Distance()
+        whole.add(quantized(*args, **kwargs), expected)
     converted = tuple(
         LayerReport(name, format_of(layer), size_of(original), size_of(layer), distances[name].relative())
         for name, (original, layer) in pairs.items()

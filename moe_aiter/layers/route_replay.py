@@ -24,10 +24,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import settings
 from ..kernels.base.check import check_flags, check_shape, check_tensor, checked, is_kind
-from ..private_api import WRAPPERS, outside_of_graph
+from ..private_api import outside_of_graph
 from ..replay import current_pass
 from ..routing.balance import repeats
 from ..routing.router import Router, Routing
+from .attached import Attachment, NotCopied, plain_name
 from .moe import MoE
 
 ANY_INTEGER = 2**63 - 1
@@ -85,19 +86,19 @@ def record_routes(
     Raises ValueError for a model without such a layer, and at the end of the block if no layer has run.
     """
     check_flags(weights=weights)
-    return recording(layers_of(model), weights)
+    return recording(replayed_layers(model), weights)
 
 
 @contextlib.contextmanager
 def recording(layers: "Layers", weights: bool) -> Iterator[dict[str, list[Route]]]:
     routes = {name: [] for name in layers}
-    with attached(layers, {name: Recorder(calls, weights) for name, calls in routes.items()}):
+    with attached(layers, {name: RouteRecorder(calls, weights) for name, calls in routes.items()}):
         yield routes
     if not any(routes.values()):
         raise ValueError(f"no layer of the model has run, for example {next(iter(routes))}")
 
 
-class Recorder:
+class RouteRecorder:
     """Records one layer."""
 
     def __init__(self, calls: list[Route], weights: bool):
@@ -134,11 +135,10 @@ class RouteReplay:
 
     def __enter__(self) -> "RouteReplay":
         self.attachment = attached(self.layers, self.players)
-        self.attachment.__enter__()
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        self.attachment.__exit__(kind, *error)
+        self.attachment.close()
         if kind is None:
             for player in self.players.values():
                 player.check_end()
@@ -187,7 +187,7 @@ def replay_routes(
     pass.  Raises TypeError for routes that are not integers.
     """
     check_flags(weights=weights)
-    found = layers_of(model)
+    found = replayed_layers(model)
     calls = calls_of(routes, list(found), layers)
     for name, layer in found.items():
         calls[name] = [checked_route(name, layer, route, weights) for route in calls[name]]
@@ -257,7 +257,7 @@ class Player:
             )
 
 
-def checked_route(name: str, layer: "Layer | ForeignLayer", route: Route, weights: bool) -> Route:
+def checked_route(name: str, layer: "ReplayedLayer | ForeignLayer", route: Route, weights: bool) -> Route:
     """Return a route with small ids, and without the weights that are not used."""
     ids, num_experts = route.expert_ids, layer.num_experts
     if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
@@ -273,15 +273,12 @@ def checked_route(name: str, layer: "Layer | ForeignLayer", route: Route, weight
 # layers
 
 
-class Layer:
+class ReplayedLayer(NotCopied):
     """A `MoE`, whose attribute `routes` this is while its routes are recorded or replayed."""
 
     def __init__(self, module: MoE):
         self.module, self.num_experts = module, module.num_routed
-        self.use: Recorder | Player | None = None
-
-    def __reduce__(self):
-        return type(None), ()  # copy.deepcopy and pickle leave None in its place
+        self.use: RouteRecorder | Player | None = None
 
     def check(self, name: str, ids: Tensor) -> None:
         """Raise ValueError if the layer cannot use these ids (T, k)."""
@@ -293,11 +290,9 @@ class Layer:
                 f"{name} chooses {router.top_k} experts a token, but its routes have k={ids.shape[1]}"
             )
 
-    def attach(self, use: Recorder | Player) -> None:
-        self.module.routes, self.use = self, use
-
-    def detach(self) -> None:
-        del self.module.routes
+    def attach(self, use: RouteRecorder | Player, attachment: Attachment) -> None:
+        self.use = use
+        attachment.put(self.module, "routes", self)
 
     def given(
         self, x: Tensor, expert_ids: Tensor | None, routing_weights: Tensor | None
@@ -312,7 +307,7 @@ class Layer:
         outside(self.note, routing, mask)
 
     def note(self, routing: Routing, mask: Tensor | None) -> None:
-        if isinstance(self.use, Recorder):
+        if isinstance(self.use, RouteRecorder):
             self.use.keep(routing.expert_ids, routing.routing_weights, self.num_experts)
         elif not self.use.again:
             own = self.module.router.choose(routing.logits.detach(), False, mask)
@@ -335,20 +330,12 @@ class ForeignLayer:
         if self.block is None:
             raise ValueError(f"{name} has no router in the model: pass what contains both")
 
-    def attach(self, use: Recorder | Player) -> None:
+    def attach(self, use: RouteRecorder | Player, attachment: Attachment) -> None:
         self.use = use
-        self.hook = self.module.register_forward_pre_hook(self.before_experts, with_kwargs=True)
+        attachment.hook(self.module.register_forward_pre_hook(self.before_experts, with_kwargs=True))
         if isinstance(use, Player):
-            self.own = vars(self.block).get("forward")  # of some wrappers
             self.forward = self.block.forward
-            self.block.forward = self.run_block
-
-    def detach(self) -> None:
-        self.hook.remove()
-        if isinstance(self.use, Player):
-            del self.block.forward
-            if self.own is not None:
-                self.block.forward = self.own
+            attachment.put(self.block, "forward", self.run_block)
 
     def run_block(self, *args: Any, **kwargs: Any) -> Any:
         return outside(self.choose, *args, **kwargs)
@@ -366,7 +353,7 @@ class ForeignLayer:
         call = inspect.signature(module.forward).bind(*args, **kwargs)
         names = [list(call.arguments)[place] for place in self.foreign[:2]]
         ids, weights = (call.arguments[name] for name in names)
-        if isinstance(self.use, Recorder):
+        if isinstance(self.use, RouteRecorder):
             self.use.keep(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
             return None
         replayed, recorded = self.chosen.replayed, self.chosen.route.routing_weights
@@ -407,17 +394,17 @@ class ChosenExperts(TorchFunctionMode):
         return type(out)((ranked.gather(-1, ids), ids))
 
 
-Layers = dict[str, Layer | ForeignLayer]
+Layers = dict[str, ReplayedLayer | ForeignLayer]
 
 
-def layers_of(model: nn.Module) -> Layers:
+def replayed_layers(model: nn.Module) -> Layers:
     """Return the MoE layers of a model, by name, in order."""
     modules = dict(model.named_modules())
     layers: Layers = {}
     for name, module in modules.items():
         found = next((found for find in FINDERS if (found := find(module)) is not None), None)
         if isinstance(module, MoE):
-            layer = Layer(module)
+            layer = ReplayedLayer(module)
         elif found is not None:
             layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, found)
         else:
@@ -431,22 +418,14 @@ def layers_of(model: nn.Module) -> Layers:
     return layers
 
 
-def plain_name(name: str) -> str:
-    """The name of a module without torch's wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-@contextlib.contextmanager
-def attached(
-    layers: dict[str, Layer | ForeignLayer], uses: Mapping[str, Recorder | Player]
-) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
+def attached(layers: Layers, uses: Mapping[str, "RouteRecorder | Player"]) -> Attachment:
+    """Attach each layer's use to the layer."""
+    with Attachment() as attachment:
         for name, layer in layers.items():
             if getattr(layer.module, "routes", None) is not None:
                 raise ValueError(f"routes of {name} are recorded or replayed already")
-            layer.attach(uses[name])
-            stack.callback(layer.detach)
-        yield
+            layer.attach(uses[name], attachment)
+        return attachment.pop_all()
 
 
 # arrays
