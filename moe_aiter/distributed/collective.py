@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.base.check import check_float, check_shape, check_sizes
-from ..kernels.rows.permute import PermuteInputs
+from ..kernels.rows.permute import UnpermuteInputs
 from ..op import define_op, fill, gradients
 from ..private_api import process_group
 
@@ -63,7 +63,7 @@ def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
     out, parts = out.view(-1, columns), parts.view(-1, columns)
     rows = torch.arange(parts.shape[0], dtype=torch.int32, device=parts.device)
     rank = rows.view(ranks, -1).t().contiguous()  # (T, R): the row of each rank
-    fill("unpermute", out, PermuteInputs(parts, rows, rank, None))  # which reads `rank` alone
+    fill("unpermute", out, UnpermuteInputs(parts, rows, rank, None))  # which reads `rank` alone
 
 
 def backward_dispatch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

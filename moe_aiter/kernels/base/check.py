@@ -9,7 +9,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -82,9 +82,18 @@ def check_axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
 
 Operand = Annotated[Tensor, "operand"]  # a field of an op's inputs: floating, of one dtype with all operands
 Float = Annotated[Tensor, "float"]  # of any floating dtype
+Extra = Annotated[Tensor, "extra"]  # the same, and all its axes are those of other fields
 Float8 = Annotated[Tensor, "float8"]  # an 8-bit float with infinities or NaN, as the OCP defines it
 Index = Annotated[Tensor, "index"]  # int32 or int64
-KINDS = ("written", "operand", "float", "float8", "index", None)  # every other note of a field names its axes
+KINDS = (
+    "written",
+    "operand",
+    "float",
+    "extra",
+    "float8",
+    "index",
+    None,
+)  # all other notes of a field are axes
 
 
 def check_fields(i: tuple) -> dict[str, int]:
@@ -96,14 +105,17 @@ def check_fields(i: tuple) -> dict[str, int]:
     fields = zip(notes_of(type(i)).items(), i, strict=True)
     given = {name: (t, notes) for (name, notes), t in fields if not (t is None and None in notes)}
     axes = {name: (t, note) for name, (t, notes) in given.items() for note in notes if note not in KINDS}
-    sizes = check_axes(**axes)
 
     def of(kind: str) -> dict[str, Tensor]:
         return {name: t for name, (t, notes) in given.items() if kind in notes}
 
+    extra = of("extra")
+    sizes = check_axes(**{name: pair for name, pair in axes.items() if name not in extra})
+    for name, t in extra.items():
+        check_whole_shape(name, t, tuple(sizes[axis] for axis in axes[name][1].split(", ")))
     if operands := of("operand"):
         check_float(**operands)
-    for name, t in of("float").items():
+    for name, t in (of("float") | extra).items():
         check_float(**{name: t})
     for name, t in of("float8").items():
         if t.dtype not in OCP:
@@ -111,6 +123,13 @@ def check_fields(i: tuple) -> dict[str, int]:
     check_index(**of("index"))
     check_device(**{name: t for name, (t, _) in given.items() if isinstance(t, Tensor)})
     return sizes
+
+
+def check_whole_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
+    """Raise unless `x` is a tensor of this shape."""
+    check_tensor(name, x)
+    if x.shape != shape:
+        raise ValueError(f"{name} is {tuple(x.shape)} but must be {tuple(shape)}")
 
 
 def with_size(name: str, axes: str, axis: str, size: int) -> str:

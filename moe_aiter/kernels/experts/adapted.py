@@ -18,18 +18,20 @@ with M rows, G groups, r in, N out.  r is a rank and so short that reading and w
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from ...op import Written, binds, bound, define_inplace_op, define_op, fill, gradients, pick, takes
 from ..base.check import (
+    Float,
+    Index,
+    Operand,
     check_axes,
+    check_fields,
     check_float,
-    check_groups,
     check_own_memory,
     check_plan_values,
-    check_routing_weights,
     check_size,
     split_groups,
     take_rows,
@@ -41,7 +43,7 @@ from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment
 from ..grouped.segments import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..quantize.four_bit import FourBit, check_four_bit
-from ..rows.permute import PermuteInputs, check_sorted_rows, permute_op, unpermute_op, unpermute_reference
+from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
 from .up import ZInputs, up_gradients
 
@@ -52,9 +54,9 @@ class AddLowRankInputs(NamedTuple):
     """The inputs of the op `add_low_rank`: see the function of this name."""
 
     out: Written  # (M, N)
-    x: Tensor  # (M, r)
-    w: Tensor  # (G, r, N)
-    group_sizes: Tensor  # (G,)
+    x: Annotated[Operand, "M, r"]
+    w: Annotated[Operand, "G, r, N"]
+    group_sizes: Annotated[Index, "G"]
 
 
 def add_low_rank_reference(i: AddLowRankInputs) -> None:
@@ -69,9 +71,9 @@ def add_low_rank_reference(i: AddLowRankInputs) -> None:
 
 
 def check_add_low_rank(i: AddLowRankInputs) -> None:
-    check_axes(x=(i.x, "M, r"), w=(i.w, "G, r, N"), out=(i.out, "M, N"), group_sizes=(i.group_sizes, "G"))
-    check_float(out=i.out, x=i.x, w=i.w)
-    check_groups(i.group_sizes, i.x, w=i.w, out=i.out)
+    check_fields(i)
+    check_axes(x=(i.x, "M, r"), w=(i.w, "G, r, N"), out=(i.out, "M, N"))
+    check_float(x=i.x, out=i.out)
     check_own_memory("out", i.out)
 
 
@@ -115,14 +117,14 @@ PLAIN = "relu", False  # an activation without a gate, not applied
 class AdaptedUpInputs(NamedTuple):
     """The inputs of the op `adapted_up`: w[e] @ x, and b[e] @ low with an adapter, of each choice."""
 
-    x: Tensor  # (T, H)
+    x: Annotated[Operand, "T, H"]
     w: Tensor  # (E, N, H)
     bias: Tensor | None  # (E, N)
-    low: Tensor | None  # (R, r)
-    b: Tensor | None  # (E, N, r)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
+    low: Annotated[Operand, "R, r"] | None
+    b: Annotated[Operand, "E, N, r"] | None
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     scales: Tensor | None = None  # those of a weight of 4 bits, whose codes are w
     nested: Tensor | None = None
     offset: Tensor | None = None
@@ -133,15 +135,15 @@ class AdaptedUpInputs(NamedTuple):
 class AdaptedDownInputs(NamedTuple):
     """The inputs of the op `adapted_down`: the weighted sum of w[e] @ a and b[e] @ low for each token."""
 
-    a: Tensor  # (R, N)
+    a: Annotated[Operand, "R, N"]
     w: Tensor  # (E, H, N)
     bias: Tensor | None  # (E, H)
-    low: Tensor | None  # (R, r)
-    b: Tensor | None  # (E, H, r)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
+    low: Annotated[Operand, "R, r"] | None
+    b: Annotated[Operand, "E, H, r"] | None
+    routing_weights: Annotated[Float, "T, k"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     scales: Tensor | None = None  # those of a weight of 4 bits, whose codes are w
     nested: Tensor | None = None
     offset: Tensor | None = None
@@ -173,48 +175,39 @@ def adapted_up_reference(i: AdaptedUpInputs) -> Tensor:
 
 
 def adapted_down_reference(i: AdaptedDownInputs) -> Tensor:
-    return unpermute_reference(PermuteInputs(adapted_rows(i, i.a), i.order, i.rank, i.routing_weights))
+    return unpermute_reference(UnpermuteInputs(adapted_rows(i, i.a), i.order, i.rank, i.routing_weights))
 
 
 # adapted: launcher
 
 
-def check_weight(i: AdaptedUpInputs | AdaptedDownInputs, w_axes: str, axes: str) -> None:
-    """Raise unless the axes of `w`, perhaps of 4 bits, are those of the words, and fit the first input's."""
-    name, x, w = i._fields[0], i[0], i.w
-    check_axes(**{name: (x, axes)}, **({} if i.format else {"w": (w, w_axes)}))
-    check_float(**{name: x}, **({} if i.format else {"w": w}))
+def check_adapted(i: AdaptedUpInputs | AdaptedDownInputs, axes: str, w_axes: str) -> dict[str, int]:
+    """Do as `check_fields`, and check `w`, perhaps of 4 bits, beside the first input, with these axes."""
+    size, name, x, w = check_fields(i), i._fields[0], i[0], i.w
     if i.format:
         check_four_bit(w, *parts_of(i))
         axis = w_axes.rpartition(" ")[2]
         words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in 4 bits"
         check_size(words[0], x.shape[1], words[1], 2 * w.shape[2])
-
-
-def check_adapter(i: AdaptedUpInputs | AdaptedDownInputs) -> None:
-    check_axes(w=(i.w, "E, N, K"), group_sizes=(i.group_sizes, "E"))
+    else:
+        check_axes(**{name: (x, axes)}, w=(w, w_axes))
+        check_float(**{name: x}, w=w)
+    check_axes(w=(w, "E, N, K"), group_sizes=(i.group_sizes, "E"))
     if (i.low is None) != (i.b is None):
         raise ValueError("low and b go together: one of them is None")
-    if i.low is not None:
-        check_axes(low=(i.low, "R, r"), order=(i.order, "R"), w=(i.w, "E, N, K"), b=(i.b, "E, N, r"))
-        check_float(x=i[0], low=i.low, b=i.b)
+    if i.b is not None:
+        check_axes(w=(w, "E, N, K"), b=(i.b, "E, N, r"))
+    return size
 
 
 def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
-    check_weight(i, "E, N, H", "T, H")
-    check_axes(x=(i.x, "T, H"), rank=(i.rank, "T, k"))
-    check_groups(i.group_sizes, i.x, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i)
-    return i.x.new_empty(i.order.shape[0], i.w.shape[1])
+    size = check_adapted(i, "T, H", "E, N, H")
+    return i.x.new_empty(size["R"], i.w.shape[1])
 
 
 def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
-    check_sorted_rows(i.a, i.order)
-    check_weight(i, "E, H, N", "R, N")
-    check_routing_weights(i.routing_weights, i.rank, i.a)
-    check_groups(i.group_sizes, i.a, w=i.w, bias=i.bias, low=i.low, b=i.b, order=i.order, rank=i.rank)
-    check_adapter(i)
-    return i.a.new_empty(i.rank.shape[0], i.w.shape[1])
+    size = check_adapted(i, "R, N", "E, H, N")
+    return i.a.new_empty(size["T"], i.w.shape[1])
 
 
 def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs]:
@@ -263,7 +256,7 @@ def fill_adapted_down(out: Tensor, i: AdaptedDownInputs) -> None:
     y = multiplied(i.a, i.w, parts_of(i), True, i.group_sizes, i.bias)  # (R, H)
     if i.low is not None:
         add_low_rank_op(y, i.low, i.b.mT, i.group_sizes)
-    fill("unpermute", out, PermuteInputs(y, i.order, i.rank, i.routing_weights))
+    fill("unpermute", out, UnpermuteInputs(y, i.order, i.rank, i.routing_weights))
 
 
 @takes(*TILE_DTYPES)

@@ -24,7 +24,7 @@ from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
 from ..grouped.gmm import GroupedInputs, gmm_reference
 from ..grouped.tgmm import matmul_into
-from ..rows.permute import PermuteInputs, unpermute_reference
+from ..rows.permute import UnpermuteInputs, unpermute_reference
 from .glu import GluBackwardInputs, glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
 
@@ -300,7 +300,8 @@ def expert_loop_reference(i: ExpertInputs) -> tuple[Tensor, Tensor]:
     z = gmm_reference(GroupedInputs(rows, i.gate_up.mT, i.group_sizes, i.gate_up_bias))
     a = get_activation(i.activation)(z, i.interleaved)
     y = gmm_reference(GroupedInputs(a, i.down.mT, i.group_sizes, i.down_bias))
-    return unpermute_reference(PermuteInputs(y, i.order, i.rank, i.routing_weights)), z if i.save_z else z[:0]
+    out = unpermute_reference(UnpermuteInputs(y, i.order, i.rank, i.routing_weights))
+    return out, z if i.save_z else z[:0]
 
 
 # launcher: one loop, for the steps in C++ and in torch

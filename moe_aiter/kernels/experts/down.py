@@ -14,7 +14,7 @@ Each element of dz depends on the same element of z alone, so dz may take the me
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ from ...op import (
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import (
-    check_float,
-    check_groups,
+    Extra,
+    Float,
+    Index,
+    Operand,
+    check_fields,
     check_plan_values,
-    check_routing_weights,
-    check_shape,
-    check_size,
     sum_dtype,
     take_rows,
     wide,
@@ -73,14 +73,14 @@ from .glu import GluBackwardInputs, GluInputs, glu_backward_reference, glu_refer
 class DownInputs(NamedTuple):
     """The inputs of the op `expert_down`: out of the formula above."""
 
-    a: Tensor  # (R, I)
-    z: Tensor  # (R, width), of which a was made
-    down: Tensor  # (E, H, I)
-    bias: Tensor | None  # (E, H)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
+    a: Annotated[Operand, "R, I"]
+    z: Annotated[Tensor, "R, width"]  # of which a was made
+    down: Annotated[Operand, "E, H, I"]
+    bias: Annotated[Extra, "E, H"] | None
+    routing_weights: Annotated[Float, "T, k"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     activation: str
     interleaved: bool
     spend_z: bool  # whether backward may write dz over z
@@ -297,18 +297,8 @@ def gated_gradient(du, z, ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVE
 
 
 def new_expert_down(i: DownInputs) -> Tensor:
-    check_shape("down", i.down, "E", "H", "I")
-    N, (E, H, w_N) = i.a.shape[1], i.down.shape
-    check_size("gate_up gives I={}", N, "down is (E, H, I={})", w_N)
-    check_float(x=i.a, down=i.down)
-    check_routing_weights(i.routing_weights, i.rank, i.a)
-    check_groups(
-        i.group_sizes, i.a, down=i.down, bias=i.bias, order=i.order, rank=i.rank, main_grad=i.main_grad
-    )
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "down is (E={}, H, I)", E)
-    if i.bias is not None and i.bias.shape != (E, H):
-        raise ValueError(f"down_bias must be (E={E}, H={H}), but it has shape {tuple(i.bias.shape)}")
-    return i.a.new_empty(i.rank.shape[0], H)
+    size = check_fields(i)
+    return i.a.new_empty(size["T"], size["H"])
 
 
 @binds

@@ -9,7 +9,7 @@ and h; mostly h(up) = up.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
 from ..base.activations import Limits, get_activation, join_gate_up, split_gate_up
-from ..base.check import check_device, check_float, check_shape, check_size
+from ..base.check import Operand, check_fields, check_float, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import in_units, unit_of
@@ -47,7 +47,7 @@ TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
 class GluInputs(NamedTuple):
     """The inputs of the op `glu`: f(gate) * h(up), or f(z) for a plain activation."""
 
-    z: Tensor  # (R, width)
+    z: Annotated[Operand, "R, width"]
     activation: str
     interleaved: bool
 
@@ -55,8 +55,8 @@ class GluInputs(NamedTuple):
 class GluBackwardInputs(NamedTuple):
     """The inputs of the op `glu_backward`: the gradient of z."""
 
-    dout: Tensor  # (R, I)
-    z: Tensor  # (R, width)
+    dout: Annotated[Tensor, "R, I"]
+    z: Annotated[Operand, "R, width"]
     activation: str
     interleaved: bool
 
@@ -134,8 +134,7 @@ def glu_backward_kernel(
 
 # launcher
 def new_glu(i: GluInputs | GluBackwardInputs) -> Tensor:
-    check_shape("z", i.z, "R", "width")
-    check_float(z=i.z)
+    check_fields(i)
     act = get_activation(i.activation)
     if i.interleaved and not act.gated:
         raise ValueError(f"interleaved is set but {i.activation} has no gate to interleave")
@@ -145,11 +144,8 @@ def new_glu(i: GluInputs | GluBackwardInputs) -> Tensor:
 
 
 def new_glu_backward(i: GluBackwardInputs) -> Tensor:
-    check_shape("dout", i.dout, "R", "I")
     check_float(z=i.z, dout=i.dout)
-    check_device(z=i.z, dout=i.dout)
-    rows, channels = new_glu(i).shape
-    check_size("dout is (R={}, I)", i.dout.shape[0], "z is (R={}, width)", rows)
+    channels = new_glu(i).shape[1]
     check_size("dout is (R, I={})", i.dout.shape[1], f"z with {i.activation} gives I={{}}", channels)
     return i.z.new_empty(i.z.shape)
 

@@ -15,24 +15,25 @@ The rows may lift the highest of these by an eighth.  With T 24576, H 1536, I 25
 the last, 624 MiB; Y or dX in one piece take 576 MiB and would lift it to 1008, in 2 and 3 chunks to 648.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...op import once
+from ...op import notes_of, once
 from ..base.activations import get_activation
 from ..base.check import (
+    Extra,
+    Index,
+    Operand,
     check_device,
-    check_float,
-    check_index,
+    check_fields,
     check_order,
     check_own_memory,
     check_plan_values,
-    check_shape,
     check_size,
     check_sizes,
-    check_tensor,
+    check_whole_shape,
 )
 from ..base.fp8 import ROW_BLOCK
 from ..base.sources import by_source
@@ -50,20 +51,23 @@ class ExpertInputs(NamedTuple):
     there; autograd gets None.
     """
 
-    x: Tensor  # (T, H)
-    gate_up: Tensor  # (E, width, H)
-    gate_up_bias: Tensor | None  # (E, width)
-    down: Tensor  # (E, H, I)
-    down_bias: Tensor | None  # (E, H)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    group_sizes: Tensor  # (E,)
+    x: Annotated[Operand, "T, H"]
+    gate_up: Annotated[Operand, "E, width, H"]
+    gate_up_bias: Annotated[Extra, "E, width"] | None
+    down: Annotated[Operand, "E, H, I"]
+    down_bias: Annotated[Extra, "E, H"] | None
+    routing_weights: Annotated[Extra, "T, k"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     activation: str
     interleaved: bool
     save_z: bool
     gate_up_main_grad: Tensor | None = None  # (E, width, H)
     down_main_grad: Tensor | None = None  # (E, H, I)
+
+
+notes_of(ExpertInputs)  # here, because torch.compile, which traces `check_experts`, cannot read annotations
 
 
 def needs_grad(i: ExpertInputs) -> bool:
@@ -73,8 +77,13 @@ def needs_grad(i: ExpertInputs) -> bool:
 @once
 def check_experts(i: ExpertInputs) -> None:
     """Raise ValueError for shapes or devices that do not fit, TypeError for dtypes, naming both sides."""
-    check_shapes(i)
-    check_kinds(i)
+    size = check_fields(i)
+    width, asked = size["width"], get_activation(i.activation).projections * size["I"]
+    check_size("gate_up is (E, width={}, H)", width, f"{i.activation} and down ask for {{}}", asked)
+    check_sizes(k=size["k"])
+    check_order(i.order, i.rank)
+    for name in ("gate_up", "down"):
+        check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
 
 
 def check_expert_values(i: ExpertInputs) -> None:
@@ -82,55 +91,11 @@ def check_expert_values(i: ExpertInputs) -> None:
     check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
 
 
-def check_shapes(i: ExpertInputs) -> None:
-    for name, axes in (("x", "T H"), ("gate_up", "E width H"), ("down", "E H I"), ("order", "R"),
-                       ("rank", "T k"), ("routing_weights", "T k"), ("group_sizes", "E")):  # fmt: skip
-        check_shape(name, getattr(i, name), *axes.split())
-    (T, H), (E, width, _), projections = i.x.shape, i.gate_up.shape, get_activation(i.activation).projections
-    check_size("x is (T, H={})", H, "gate_up is (E, width, H={})", i.gate_up.shape[2])
-    check_size("x is (T, H={})", H, "down is (E, H={}, I)", i.down.shape[1])
-    check_size("gate_up is (E={}, width, H)", E, "down is (E={}, H, I)", i.down.shape[0])
-    check_size("gate_up is (E={}, width, H)", E, "group_sizes is (E={},)", i.group_sizes.shape[0])
-    check_size(
-        "gate_up is (E, width={}, H)",
-        width,
-        f"{i.activation} and down ask for {{}}",
-        projections * i.down.shape[2],
-    )
-    check_sizes(k=i.rank.shape[1])
-    check_size("x is (T={}, H)", T, "rank is (T={}, k)", i.rank.shape[0])
-    check_order(i.order, i.rank)
-    for name, shape in (
-        ("routing_weights", i.rank.shape),
-        ("gate_up_bias", (E, width)),
-        ("down_bias", (E, H)),
-    ):
-        t = getattr(i, name)
-        if t is None:
-            continue
-        check_tensor(name, t)
-        if t.shape != shape:
-            raise ValueError(f"{name} is {tuple(t.shape)} but must be {tuple(shape)}")
-
-
-def check_kinds(i: ExpertInputs) -> None:
-    check_float(x=i.x, gate_up=i.gate_up, down=i.down)
-    for name in ("gate_up", "down"):
-        check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
-    for name in ("routing_weights", "gate_up_bias", "down_bias"):
-        if getattr(i, name) is not None:
-            check_float(**{name: getattr(i, name)})
-    check_index(order=i.order, rank=i.rank, group_sizes=i.group_sizes)
-    check_device(**{name: t for name, t in i._asdict().items() if isinstance(t, Tensor)})
-
-
 def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple, x: Tensor) -> None:
     """Raise unless the gradient of a weight of that shape, from the device of `x`, can be added to it."""
     if main_grad is None:
         return
-    check_tensor(name, main_grad)
-    if main_grad.shape != shape:
-        raise ValueError(f"{name} is {tuple(main_grad.shape)} but must be {tuple(shape)}")
+    check_whole_shape(name, main_grad, shape)
     if not main_grad.is_floating_point():
         raise TypeError(f"{name} must be floating, not {main_grad.dtype}")
     check_own_memory(name, main_grad)

@@ -23,7 +23,7 @@ from ... import tuning
 from ...op import binds, define_op, gradients, saved_tensors, takes
 from .. import hopper
 from ..base.activations import get_activation
-from ..base.check import Index, Operand, check_fields, check_plan_values, take_rows
+from ..base.check import Extra, Index, Operand, check_fields, check_plan_values, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.sources import arriving, bind_passes
 from ..base.tile import (
@@ -53,7 +53,7 @@ class UpInputs(NamedTuple):
 
     x: Annotated[Operand, "T, H"]
     gate_up: Annotated[Operand, "E, width, H"]  # width of 2I or I
-    bias: Annotated[Tensor, "E, width"] | None
+    bias: Annotated[Extra, "E, width"] | None
     order: Annotated[Index, "R"]
     rank: Annotated[Index, "T, k"]
     group_sizes: Annotated[Index, "E"]
@@ -67,12 +67,12 @@ class UpInputs(NamedTuple):
 class ZInputs(NamedTuple):
     """The inputs of the op `expert_z`: those of `expert_up`, of which z alone is computed."""
 
-    x: Tensor
-    gate_up: Tensor
-    bias: Tensor | None
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
+    x: Annotated[Operand, "T, H"]
+    gate_up: Annotated[Operand, "E, width, H"]
+    bias: Annotated[Extra, "E, width"] | None
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    group_sizes: Annotated[Index, "E"]
     activation: str
     interleaved: bool
 

@@ -9,7 +9,7 @@ So w exists in 16 bits only as tiles, and on a CPU as one group at a time.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -17,10 +17,9 @@ from ... import tuning
 from ...op import binds, define_op, takes
 from .. import hopper
 from ..base.check import (
-    check_axes,
-    check_device,
-    check_float,
-    check_groups,
+    Index,
+    Operand,
+    check_fields,
     check_plan_values,
     check_rows,
     check_size,
@@ -37,7 +36,7 @@ from .tgmm import matmul_into
 class FourBitInputs(NamedTuple):
     """The inputs of the op `four_bit_gmm`: the product of each group's rows and its weight of 4 bits."""
 
-    x: Tensor  # (M, K), or (T, K) with an order
+    x: Annotated[Operand, "M, K"]  # or (T, K) with an order
     packed: Tensor  # (G, rows, columns / 2) uint8
     scales: Tensor  # (G, rows, blocks)
     nested: Tensor | None
@@ -45,9 +44,9 @@ class FourBitInputs(NamedTuple):
     table: Tensor | None
     format: str
     transpose: bool  # x @ w[g].T
-    group_sizes: Tensor  # (G,)
-    bias: Tensor | None  # (G, N)
-    order: Tensor | None  # (M,): row r of the product takes x[order[r] // top_k]
+    group_sizes: Annotated[Index, "G"]
+    bias: Annotated[Tensor, "G, N"] | None
+    order: Index | None  # (M,): row r of the product takes x[order[r] // top_k]
     top_k: int
 
     @property
@@ -187,19 +186,15 @@ def four_bit_gmm_kernel(
 
 
 def new_four_bit_gmm(i: FourBitInputs) -> Tensor:
-    check_axes(x=(i.x, "M, K"))
-    check_float(x=i.x)
-    check_four_bit(*i[1:7])
+    check_fields(i)
+    check_four_bit(i.packed, i.scales, i.nested, i.offset, i.table, i.format)
     N, K = i.sizes
     G = i.packed.shape[0]
     check_size("x is (M, K={})", i.x.shape[1], "the weight needs (M, K={})", K)
     check_rows("x", i.x, "K", i.order, i.top_k, i.rows)
-    check_groups(i.group_sizes, i.x, packed=i.packed, bias=i.bias, order=i.order)
     check_size("group_sizes is ({},)", i.group_sizes.shape[0], "packed is (G={}, rows, columns / 2)", G)
     if i.bias is not None:
-        check_axes(packed=(i.packed, "G, rows, half"), bias=(i.bias, "G, N"))
         check_size("bias is (G, N={})", i.bias.shape[1], "the weight needs (G, N={})", N)
-    check_device(x=i.x, packed=i.packed)
     return i.x.new_empty(i.rows, N)
 
 

@@ -12,7 +12,7 @@ The rows (R, N) exist only between the product and the sum, one slice of their c
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from ...tuning.candidates import Config
 from .. import hopper
 from ..base.check import (
     FLOATS,
+    Float,
+    Index,
+    Operand,
     cast_as_linear,
     check_device,
     check_existing,
+    check_fields,
     check_flags,
-    check_float,
-    check_groups,
     check_own_memory,
     check_plan_values,
     check_shape,
@@ -62,7 +64,13 @@ from ..base.tile import (
     walk,
     with_boxes,
 )
-from ..rows.permute import ELSEWHERE, PermuteInputs, bind_unpermute_columns, check_plan, unpermute_reference
+from ..rows.permute import (
+    ELSEWHERE,
+    UnpermuteInputs,
+    bind_unpermute_columns,
+    check_routed,
+    unpermute_reference,
+)
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
@@ -72,9 +80,9 @@ from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 class GroupedInputs(NamedTuple):
     """The inputs of the op `gmm`: out[s:e] = lhs[s:e] @ rhs[g] + bias[g] for each group g of rows [s, e)."""
 
-    lhs: Tensor  # (M, K)
-    rhs: Tensor  # (G, K, N)
-    group_sizes: Tensor  # (G,)
+    lhs: Annotated[Operand, "M, K"]
+    rhs: Annotated[Operand, "G, K, N"]
+    group_sizes: Annotated[Index, "groups"]
     bias: Tensor | None  # (G, N)
     dtype: torch.dtype | None = None  # of the result; None: that of lhs
     tile: tuple[int, ...] = ()  # the numbers of a tile, in place of the tables'
@@ -85,9 +93,9 @@ class GroupedIntoInputs(NamedTuple):
     """The inputs of the op `gmm_into`: `gmm` with its result in a tensor that is there."""
 
     existing_out: Written  # (M, N)
-    lhs: Tensor  # (M, K)
-    rhs: Tensor  # (G, K, N)
-    group_sizes: Tensor  # (G,)
+    lhs: Annotated[Operand, "M, K"]
+    rhs: Annotated[Operand, "G, K, N"]
+    group_sizes: Annotated[Index, "groups"]
     bias: Tensor | None  # (G, N)
     tile: tuple[int, ...] = ()
     programs: int = 0
@@ -201,13 +209,9 @@ SHORT = 2048  # the longest sums of one loop without boxes, see `suits_one_loop`
 
 
 def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
-    check_shape("lhs", i.lhs, "M", "K")
-    check_shape("rhs", i.rhs, "G", "K", "N")
-    G, K, N = i.rhs.shape
-    check_size("lhs is (M, K={})", i.lhs.shape[1], "rhs is (G, K={}, N)", K)
-    check_float(lhs=i.lhs, rhs=i.rhs)
-    check_groups(i.group_sizes, i.lhs, "lhs", rhs=i.rhs, bias=i.bias)
-    check_size("group_sizes is ({},)", i.group_sizes.shape[0], "rhs is (G={}, K, N)", G)
+    size = check_fields(i)
+    G, N = size["G"], size["N"]
+    check_size("group_sizes is ({},)", size["groups"], "rhs is (G={}, K, N)", G)
     if i.bias is not None and (i.bias.shape != (G, N) or i.bias.dtype not in FLOATS):
         found = f"{i.bias.dtype} {tuple(i.bias.shape)}"
         raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {found}")
@@ -226,7 +230,6 @@ def check_gmm_into(i: GroupedIntoInputs) -> None:
             f"existing_out must be floating (M, N) = {tuple(expected)}, "
             f"but it is {out.dtype} {tuple(out.shape)}"
         )
-    check_device(lhs=i.lhs, existing_out=out)
     check_own_memory("existing_out", out)
 
 
@@ -388,13 +391,13 @@ def gmm(
 class GmmUnpermuteInputs(NamedTuple):
     """The inputs of the op `gmm_unpermute`: the rows of x @ w[g] + bias[g], summed up for each token."""
 
-    x: Tensor  # (R, K)
-    w: Tensor  # (G, K, N)
-    group_sizes: Tensor  # (G,)
-    bias: Tensor | None  # (G, N)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    routing_weights: Tensor | None  # (T, k)
+    x: Annotated[Operand, "R, K"]
+    w: Annotated[Operand, "G, K, N"]
+    group_sizes: Annotated[Index, "G"]
+    bias: Annotated[Float, "G, N"] | None
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    routing_weights: Annotated[Float, "T, k"] | None
     row_bytes: int | torch.SymInt  # the most for the rows of the product
 
     def columns(
@@ -407,19 +410,15 @@ class GmmUnpermuteInputs(NamedTuple):
 
 def gmm_unpermute_reference(i: GmmUnpermuteInputs) -> Tensor:
     rows = gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias))
-    return unpermute_reference(PermuteInputs(rows, i.order, i.rank, i.routing_weights))
+    return unpermute_reference(UnpermuteInputs(rows, i.order, i.rank, i.routing_weights))
 
 
 # gmm_unpermute: launcher
 
 
 def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
-    check_shape("x", i.x, "R", "K")
-    check_shape("w", i.w, "G", "K", "N")
-    check_float(x=i.x, w=i.w)
-    check_plan(i.x, i.order, i.rank, i.routing_weights)
-    check_size("x is (R={}, K)", i.x.shape[0], "order is (R={},)", i.order.shape[0])
-    return i.x.new_empty(i.rank.shape[0], i.w.shape[2])
+    size = check_routed(i)
+    return i.x.new_empty(size["T"], size["N"])
 
 
 @binds
@@ -476,17 +475,18 @@ class GmmUnpermuteAddInputs(NamedTuple):
     """
 
     out: Written  # (T, N), contiguous
-    x: Tensor  # (R, K)
-    w: Tensor  # (G, K, N)
-    group_sizes: Tensor  # (G,)
-    bias: Tensor | None  # (G, N)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    routing_weights: Tensor | None  # (T, k)
+    x: Tensor
+    w: Tensor
+    group_sizes: Tensor
+    bias: Tensor | None
+    order: Tensor
+    rank: Tensor
+    routing_weights: Tensor | None
     row_bytes: int | torch.SymInt
 
     def product(self) -> GmmUnpermuteInputs:
-        return GmmUnpermuteInputs(*self[1:])
+        _, *inputs = self
+        return GmmUnpermuteInputs(*inputs)
 
 
 def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
@@ -501,7 +501,7 @@ def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
 
 def add_gmm_unpermute(i: GmmUnpermuteAddInputs) -> None:
     rows = wide(gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias)))
-    sums = unpermute_reference(PermuteInputs(rows, i.order, i.rank, i.routing_weights))
+    sums = unpermute_reference(UnpermuteInputs(rows, i.order, i.rank, i.routing_weights))
     added = (i.rank == ELSEWHERE.value).any(1, keepdim=True)
     sums += wide(i.out).where(added, 0)
     i.out.copy_(sums.where((i.rank >= 0).any(1, keepdim=True), i.out))

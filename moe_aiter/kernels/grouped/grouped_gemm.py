@@ -8,7 +8,7 @@ order.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 from ...op import INTEGERS, binds, define_op, gradients, takes
 from ..base.check import (
     FLOATS,
+    Index,
+    Operand,
     cast_as_linear,
     check_axes,
     check_device,
@@ -31,7 +33,7 @@ from ..rows.permute import (
     TRITON_DTYPES,
     PermuteInputs,
     bind_permute,
-    check_plan,
+    check_routed,
     check_values,
     launch_permute_host,
     permute,
@@ -45,9 +47,9 @@ from .gmm import gmm_op
 class PermuteSlotsInputs(NamedTuple):
     """The inputs of the op `permute_slots`: out[rank[t, j]] = x[t, j], and zeros where order is -1."""
 
-    x: Tensor  # (T, k, K)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
+    x: Annotated[Operand, "T, k, K"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
 
     def as_tokens(self) -> PermuteInputs:
         """Return the inputs of `permute` of slots as tokens; the slots of a token that are one remain one."""
@@ -60,10 +62,8 @@ class PermuteSlotsInputs(NamedTuple):
 
 
 def new_permute_slots(i: PermuteSlotsInputs) -> Tensor:
-    check_shape("x", i.x, "T", "k", "K")
-    check_float(x=i.x)
-    check_plan(*i)
-    return i.x.new_empty(i.order.shape[0], i.x.shape[2])
+    size = check_routed(i)
+    return i.x.new_empty(size["R"], size["K"])
 
 
 @binds

@@ -9,7 +9,7 @@ have 8 bits, and their tiles are scaled sums of float32; or 16 or 32 bits.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from ...op import Written, binds, define_inplace_op, takes
 from ...private_api import reads_registers_in_time
 from .. import hopper
 from ..base.check import (
+    Index,
     check_axes,
-    check_device,
+    check_fields,
     check_float,
-    check_index,
     check_own_memory,
     refuse_gradient,
     wide,
@@ -41,9 +41,9 @@ class MaskedInputs(NamedTuple):
     out[g, r] = (x[g, r] @ w[g].T) * x_scale[g, r] * w_scale[g]."""
 
     out: Written  # (G, M, N)
-    x: Tensor  # (G, M, K)
-    w: Tensor  # (G, N, K)
-    group_sizes: Tensor | None  # (G,); None: every row counts
+    x: Annotated[Tensor, "G, M, K"]
+    w: Annotated[Tensor, "G, N, K"]
+    group_sizes: Annotated[Index, "G"] | None  # None: every row counts
     x_scale: Tensor | None  # (G, M)
     w_scale: Tensor | None  # (G, N)
     shuffled: bool  # w is what `shuffle_weight` returns
@@ -203,18 +203,13 @@ def shuffled_options(w: Tensor, few: bool) -> tuple[bool, tuple[int, ...]]:
 
 
 def check_masked_gmm(i: MaskedInputs) -> None:
-    check_axes(x=(i.x, "G, M, K"), w=(i.w, "G, N, K"))
+    check_fields(i)
     (G, M, _), N = i.x.shape, i.w.shape[1]
     check_product(i.out, i.x, i.w)
     if i.out.shape != (G, M, N):
         raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(i.out.shape)}")
     check_own_memory("out", i.out)
-    scales = {"x_scale": i.x_scale, "w_scale": i.w_scale}
-    check_device(x=i.x, w=i.w, out=i.out, group_sizes=i.group_sizes, **scales)
-    if i.group_sizes is not None:
-        check_index(group_sizes=i.group_sizes)
-        check_axes(x=(i.x, "G, M, K"), group_sizes=(i.group_sizes, "G"))
-    check_scales((G, M), (G, N), **scales)
+    check_scales((G, M), (G, N), i.x_scale, i.w_scale)
     if i.shuffled:
         check_shuffle(i.w)
 

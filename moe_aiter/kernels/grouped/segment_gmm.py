@@ -11,7 +11,7 @@ to its rank) a part of the tile's sum over K (split-K); the partial sums are add
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from .. import hopper
 from ..base.check import (
     FLOATS,
     cast_as_linear,
-    check_axes,
-    check_device,
+    check_fields,
     check_tensor,
     multiply_apart,
 )
@@ -58,8 +57,8 @@ from .tgmm import chosen
 class SegmentInputs(NamedTuple):
     """The inputs of the op `segment_gmm`: out[s:e] = x[s:e] @ w[weight_indices[b]] for each segment b."""
 
-    x: Tensor  # (M, K)
-    w: Tensor  # (W, K, N)
+    x: Annotated[Tensor, "M, K"]
+    w: Annotated[Tensor, "W, K, N"]
     lens: Tensor | None  # (B,), or
     indptr: Tensor | None  # (B + 1,)
     weight_indices: Tensor | None  # (B,)
@@ -69,8 +68,8 @@ class SegmentOutInputs(NamedTuple):
     """The inputs of the op `segment_gmm_out`: `segment_gmm` into a tensor that is there."""
 
     out: Written  # (M, N)
-    x: Tensor  # (M, K)
-    w: Tensor  # (W, K, N)
+    x: Annotated[Tensor, "M, K"]
+    w: Annotated[Tensor, "W, K, N"]
     lens: Tensor | None  # (B,), or
     indptr: Tensor | None  # (B + 1,)
     weight_indices: Tensor | None  # (B,)
@@ -256,26 +255,18 @@ def segment_expand_kernel(
 # launcher
 
 
-def check_operands(**tensors: Tensor) -> None:
-    """Raise unless all have the dtype of the first, a floating one or of 8 bits."""
-    (first, x), *rest = tensors.items()
-    if x.dtype not in FLOATS + FP8:
-        raise TypeError(f"{first} must be float16, bfloat16, float32, float64 or float8, not {x.dtype}")
-    for name, t in rest:
-        if t.dtype != x.dtype:
-            raise TypeError(f"{first} is {x.dtype} but {name} is {t.dtype}")
-
-
 def out_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype in FP8 else x.dtype
 
 
 def new_segment_gmm(i: SegmentInputs | SegmentOutInputs) -> Tensor:
-    check_axes(x=(i.x, "M, K"), w=(i.w, "W, K, N"))
-    check_operands(x=i.x, w=i.w)
-    check_segments(i, i.w.shape[0])
-    check_device(x=i.x, w=i.w)
-    return i.x.new_empty(i.x.shape[0], i.w.shape[2], dtype=out_dtype(i.x))
+    size = check_fields(i)
+    if i.x.dtype not in FLOATS + FP8:
+        raise TypeError(f"x must be float16, bfloat16, float32, float64 or float8, not {i.x.dtype}")
+    if i.w.dtype != i.x.dtype:
+        raise TypeError(f"x is {i.x.dtype} but w is {i.w.dtype}")
+    check_segments(i, size["W"])
+    return i.x.new_empty(size["M"], size["N"], dtype=out_dtype(i.x))
 
 
 def check_segment_gmm_out(i: SegmentOutInputs) -> None:
@@ -285,7 +276,6 @@ def check_segment_gmm_out(i: SegmentOutInputs) -> None:
     narrow = (torch.bfloat16, torch.float16, torch.float32) if i.x.dtype in FP8 else (i.x.dtype,)
     if out.dtype not in narrow:
         raise TypeError(f"x is {i.x.dtype} but out is {out.dtype}")
-    check_device(x=i.x, out=out)
 
 
 def fits_triton(i: SegmentInputs | SegmentOutInputs) -> bool:

@@ -12,7 +12,7 @@ segment's number; an index outside of [0, W), usually -1, names a matrix of zero
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from torch import Tensor
 from ... import tuning
 from ...op import INTEGERS, binds, define_op, takes
 from ..base.check import (
-    check_axes,
-    check_device,
-    check_float,
+    Operand,
+    check_fields,
     check_index,
     check_shape,
     check_size,
@@ -84,7 +83,6 @@ def check_segments(i, weights: int) -> None:
         check_shape("weight_indices", i.weight_indices, "B")
         check_index(weight_indices=i.weight_indices)
         check_size("there are {} segments", B, "weight_indices is ({},)", i.weight_indices.shape[0])
-    check_device(x=i.x, lens=i.lens, indptr=i.indptr, weight_indices=i.weight_indices)
 
 
 def check_segment_values(i) -> None:
@@ -160,8 +158,8 @@ def load_weights(
 class SegmentTgmmInputs(NamedTuple):
     """The inputs of the op `segment_tgmm`: out[w] = the sum of x[s:e].T @ y[s:e] over the segments of w."""
 
-    x: Tensor  # (M, K)
-    y: Tensor  # (M, N)
+    x: Annotated[Operand, "M, K"]
+    y: Annotated[Operand, "M, N"]
     lens: Tensor | None  # (B,), or
     indptr: Tensor | None  # (B + 1,)
     weight_indices: Tensor | None  # (B,)
@@ -237,11 +235,10 @@ def segment_tgmm_kernel(
 
 
 def new_segment_tgmm(i: SegmentTgmmInputs) -> Tensor:
-    check_axes(x=(i.x, "M, K"), y=(i.y, "M, N"))
-    check_float(x=i.x, y=i.y)
+    size = check_fields(i)
     check_count("weights", i.weights)
     check_segments(i, i.weights)
-    K, N = i.x.shape[1], i.y.shape[1]
+    K, N = size["K"], size["N"]
     return i.x.new_empty(i.weights, N, K) if i.columns_first else i.x.new_empty(i.weights, K, N)
 
 

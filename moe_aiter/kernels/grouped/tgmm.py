@@ -11,7 +11,7 @@ widened first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from ...private_api import fast_on_cpu, is_transformed
 from .. import hopper
 from ..base.check import (
     FLOATS,
+    Index,
+    Operand,
     apart,
     cast_as_linear,
-    check_float,
-    check_groups,
+    check_fields,
     check_own_memory,
     check_plan_values,
     check_rows,
@@ -58,10 +59,10 @@ from ..rows.sums import GroupSumInputs, bind_bias_grad, bind_sum_groups, group_s
 class TgmmInputs(NamedTuple):
     """The inputs of the op `tgmm`: out[g] = x[s:e].T @ y[s:e] for each group g of rows [s, e)."""
 
-    x: Tensor  # (M, K), or (T, K) with order
-    y: Tensor  # (M, N)
-    group_sizes: Tensor  # (G,)
-    order: Tensor | None  # (M,): row r of x is row order[r] // top_k
+    x: Operand  # (M, K), or (T, K) with order
+    y: Annotated[Operand, "M, N"]
+    group_sizes: Annotated[Index, "G"]
+    order: Index | None  # (M,): row r of x is row order[r] // top_k
     top_k: int
     columns_first: bool  # return (G, N, K), else (G, K, N)
 
@@ -83,10 +84,10 @@ class TgmmIntoInputs(NamedTuple):
     """The inputs of the op `tgmm_into`: `tgmm` into a tensor that is there, or added to it."""
 
     existing_out: Written  # (G, K, N)
-    x: Tensor  # (M, K), or (T, K) with order
-    y: Tensor  # (M, N)
-    group_sizes: Tensor  # (G,)
-    order: Tensor | None  # (M,)
+    x: Operand  # (M, K), or (T, K) with order
+    y: Annotated[Operand, "M, N"]
+    group_sizes: Annotated[Index, "G"]
+    order: Index | None  # (M,)
     top_k: int
     accumulate: bool = True
     bias_grad: Written | None = None  # (G, K), the sums of the rows of x, or of y (G, N); float32
@@ -324,17 +325,16 @@ def tgmm_kernel(
 # launcher
 
 
-def shape_of_tgmm(x, y, group_sizes, order, top_k, **others: Tensor) -> tuple[int, int, int]:
+def shape_of_tgmm(i: TgmmInputs | TgmmIntoInputs) -> tuple[int, int, int]:
     """(G, K, N), once x and y fit the groups, and everything is on one device."""
-    check_shape("y", y, "M", "N")
-    check_rows("x", x, "K", order, top_k, y.shape[0])
-    check_groups(group_sizes, x, y=y, order=order, **others)
-    return group_sizes.shape[0], x.shape[1], y.shape[1]
+    check_shape("y", i.y, "M", "N")
+    check_rows("x", i.x, "K", i.order, i.top_k, i.y.shape[0])
+    check_fields(i)
+    return i.group_sizes.shape[0], i.x.shape[1], i.y.shape[1]
 
 
 def new_tgmm(i: TgmmInputs) -> Tensor:
-    G, K, N = shape_of_tgmm(i.x, i.y, i.group_sizes, i.order, i.top_k)
-    check_float(x=i.x, y=i.y)
+    G, K, N = shape_of_tgmm(i)
     return i.x.new_empty(G, N, K) if i.columns_first else i.x.new_empty(G, K, N)
 
 
@@ -349,8 +349,7 @@ def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
 
 def check_tgmm_into(i: TgmmIntoInputs) -> None:
     out, sums = i.existing_out, i.bias_grad
-    G, K, N = shape_of_tgmm(i.x, i.y, i.group_sizes, i.order, i.top_k, out=out, sums=sums)
-    check_float(x=i.x, y=i.y)
+    G, K, N = shape_of_tgmm(i)
     check_sum("out", out, (G, K, N))
     if sums is not None:
         axes, expected = ("(G, N)", (G, N)) if i.sums_of_y else ("(G, K)", (G, K))

@@ -14,14 +14,14 @@ that do not fit, both operands are dequantised and multiplied in the dtype of y.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, fill
 from .. import hopper
-from ..base.check import check_axes, check_groups, check_plan_values, check_rows, take_rows
+from ..base.check import Index, check_fields, check_plan_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.tile import BLOCK, column_slices
@@ -45,13 +45,13 @@ class TgmmFp8Inputs(NamedTuple):
 
     x8: Tensor  # (T, K)
     factor: Tensor  # (T,), the scales of the rows of x8
-    y8: Tensor
-    y_scale: Tensor
-    spans: Tensor
-    row_blocks: Tensor
+    y8: Annotated[Tensor, "C, N, ROW_BLOCK"]
+    y_scale: Annotated[Tensor, "C, N"]
+    spans: Annotated[Tensor, "G, 3"]
+    row_blocks: Annotated[Tensor, "C, 2"]
     dtype: torch.dtype | None
-    group_sizes: Tensor  # (G,)
-    order: Tensor  # (M,)
+    group_sizes: Annotated[Index, "G"]
+    order: Annotated[Index, "M"]
     top_k: int
     x_bytes: int | torch.SymInt  # the most for a slice of the columns of x
     columns_first: bool  # return (G, N, K), else (G, K, N)
@@ -63,13 +63,13 @@ class TgmmFp8IntoInputs(NamedTuple):
     existing_out: Written  # (G, K, N)
     x8: Tensor  # (T, K)
     factor: Tensor  # (T,)
-    y8: Tensor
-    y_scale: Tensor
-    spans: Tensor
-    row_blocks: Tensor
+    y8: Annotated[Tensor, "C, N, ROW_BLOCK"]
+    y_scale: Annotated[Tensor, "C, N"]
+    spans: Annotated[Tensor, "G, 3"]
+    row_blocks: Annotated[Tensor, "C, 2"]
     dtype: torch.dtype | None
-    group_sizes: Tensor  # (G,)
-    order: Tensor  # (M,)
+    group_sizes: Annotated[Index, "G"]
+    order: Annotated[Index, "M"]
     top_k: int
     x_bytes: int | torch.SymInt
 
@@ -144,17 +144,15 @@ bind_tgmm_fp8.fits = bind_tgmm_fp8_into.fits = hopper.fits_tgmm_fp8
 # op
 
 
-def check_operands(i: TgmmFp8Inputs | TgmmFp8IntoInputs, **others: Tensor) -> tuple[int, int, int]:
-    """(G, K, N)."""
+def shape_of_tgmm_fp8(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[int, int, int]:
+    """(G, K, N), once the inputs fit together."""
     check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
-    check_axes(y8=(i.y8, "C, N, ROW_BLOCK"), y_scale=(i.y_scale, "C, N"), row_blocks=(i.row_blocks, "C, 2"))
-    check_axes(group_sizes=(i.group_sizes, "G"), spans=(i.spans, "G, 3"))
-    check_groups(i.group_sizes, i.x8, "x8", y8=i.y8, order=i.order, row_blocks=i.row_blocks, **others)
+    size = check_fields(i)
     for name, t in (("x8", i.x8), ("y8", i.y8)):
         if t.dtype not in FORMATS.values():
             raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
     check_float32("factor", i.factor, i.x8.shape[0])
-    return i.group_sizes.shape[0], i.x8.shape[1], i.y8.shape[1]
+    return size["G"], i.x8.shape[1], size["N"]
 
 
 def check_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
@@ -162,12 +160,12 @@ def check_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
 
 
 def new_tgmm_fp8(i: TgmmFp8Inputs) -> Tensor:
-    G, K, N = check_operands(i)
+    G, K, N = shape_of_tgmm_fp8(i)
     return i.y8.new_empty((G, N, K) if i.columns_first else (G, K, N), dtype=i.dtype)
 
 
 def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
-    check_sum("out", i.existing_out, check_operands(i, out=i.existing_out))
+    check_sum("out", i.existing_out, shape_of_tgmm_fp8(i))
 
 
 tgmm_fp8_op = define_op(

@@ -10,13 +10,13 @@ in later windows is ELSEWHERE (permute.py).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op
-from ..base.check import check_device, check_index, check_shape, check_sizes
+from ..base.check import Index, check_fields, check_sizes
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from .permute import ELSEWHERE
 
@@ -31,8 +31,8 @@ class MergeInputs(NamedTuple):
     multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
     """
 
-    rank: Tensor  # (S, T * k): of S sources of T tokens with k choices, each in its own plan
-    group_sizes: Tensor  # (S, N)
+    rank: Annotated[Index, "S, T * k"]  # of S sources of T tokens with k choices, each in its own plan
+    group_sizes: Annotated[Index, "sources, N"]
     top_k: int
     first: int  # of the experts
     num_experts: int  # E
@@ -150,10 +150,7 @@ def spans_width(num_experts: int) -> int:
 
 
 def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
-    check_shape("rank", i.rank, "S", "T * k")
-    check_shape("group_sizes", i.group_sizes, "S", "N")
-    check_index(rank=i.rank, group_sizes=i.group_sizes)
-    check_device(rank=i.rank, group_sizes=i.group_sizes)
+    check_fields(i)
     check_sizes(top_k=i.top_k, num_experts=i.num_experts, rows=i.rows)
     (S, R), (sources, N) = i.rank.shape, i.group_sizes.shape
     if sources != S or R % i.top_k or not 0 <= i.first <= N - i.num_experts:

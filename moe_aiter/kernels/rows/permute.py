@@ -13,23 +13,14 @@ treat the choice as dropped.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
-from ..base.check import (
-    check_axes,
-    check_device,
-    check_float,
-    check_index,
-    check_order,
-    check_plan_values,
-    sum_dtype,
-    wide,
-)
+from ..base.check import Float, Index, Operand, check_fields, check_order, check_plan_values, sum_dtype, wide
 from ..base.host import HOST_DTYPES, array, ext, host, indices, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense, in_units, unit_of
@@ -42,22 +33,30 @@ UNROLL = 16  # choices a token up to which the loop over them is unrolled, so th
 
 
 class PermuteInputs(NamedTuple):
-    """The inputs of the op `permute`, out[r] = routing_weights[order[r]] * x[order[r] // k], and of the op
-    `unpermute`, out[t] = sum over j of routing_weights[t, j] * x[rank[t, j]]."""
+    """The inputs of the op `permute`: out[r] = routing_weights[order[r]] * x[order[r] // k]."""
 
-    x: Tensor  # (T, H), of `unpermute` (R, H)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
-    routing_weights: Tensor | None  # (T, k)
+    x: Annotated[Operand, "T, H"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    routing_weights: Annotated[Float, "T, k"] | None
+
+
+class UnpermuteInputs(NamedTuple):
+    """The inputs of the op `unpermute`: out[t] = sum over j of routing_weights[t, j] * x[rank[t, j]]."""
+
+    x: Annotated[Operand, "R, H"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    routing_weights: Annotated[Float, "T, k"] | None
 
 
 class RowDotsInputs(NamedTuple):
     """The inputs of the op `row_dots`: out[t, j] = <rows[rank[t, j]], x[t]>."""
 
-    rows: Tensor  # (R, H)
-    x: Tensor  # (T, H)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
+    rows: Annotated[Operand, "R, H"]
+    x: Annotated[Operand, "T, H"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
 
 
 # reference
@@ -69,7 +68,7 @@ def permute_reference(i: PermuteInputs) -> Tensor:
     return out.masked_fill((i.order < 0)[:, None], 0).to(i.x.dtype)
 
 
-def unpermute_reference(i: PermuteInputs) -> Tensor:
+def unpermute_reference(i: UnpermuteInputs) -> Tensor:
     rows, rank = i.x, i.rank
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
     rows = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # a row for dropped choices to point at
@@ -268,26 +267,13 @@ def row_dots_kernel(
 
 
 # launcher
-def check_sorted_rows(rows: Tensor, order: Tensor, name: str = "rows") -> None:
-    check_axes(**{name: (rows, "R, H")}, order=(order, "R"))
-    check_float(**{name: rows})
-
-
-def check_tokens(x: Tensor, rank: Tensor) -> None:
-    check_axes(x=(x, "T, H"), rank=(rank, "T, k"))
-    check_float(x=x)
-
-
-def check_plan(x: Tensor, order: Tensor, rank: Tensor, routing_weights: Tensor | None = None) -> None:
-    check_axes(order=(order, "R"), rank=(rank, "T, k"))
-    check_index(order=order, rank=rank)
-    check_device(x=x, order=order, rank=rank, routing_weights=routing_weights)
-    if rank.shape[1] < 1:
-        raise ValueError(f"rank is (T, k={rank.shape[1]}); k must be at least 1")
-    check_order(order, rank)
-    if routing_weights is not None:
-        check_float(routing_weights=routing_weights)
-        check_axes(rank=(rank, "T, k"), routing_weights=(routing_weights, "T, k"))
+def check_routed(i) -> dict[str, int]:
+    """Do as `check_fields` for inputs with an `order` (R,) and a `rank` (T, k), which must fit together."""
+    size = check_fields(i)
+    if i.rank.shape[1] < 1:
+        raise ValueError(f"rank is (T, k={i.rank.shape[1]}); k must be at least 1")
+    check_order(i.order, i.rank)
+    return size
 
 
 def check_values(i) -> None:
@@ -295,25 +281,18 @@ def check_values(i) -> None:
 
 
 def new_permute(i: PermuteInputs) -> Tensor:
-    check_tokens(i.x, i.rank)
-    check_plan(*i)
-    return i.x.new_empty(i.order.shape[0], i.x.shape[1])
+    size = check_routed(i)
+    return i.x.new_empty(size["R"], size["H"])
 
 
-def new_unpermute(i: PermuteInputs) -> Tensor:
-    check_sorted_rows(i.x, i.order, "x")
-    check_plan(*i)
-    return i.x.new_empty(i.rank.shape[0], i.x.shape[1])
+def new_unpermute(i: UnpermuteInputs) -> Tensor:
+    size = check_routed(i)
+    return i.x.new_empty(size["T"], size["H"])
 
 
 def new_row_dots(i: RowDotsInputs) -> Tensor:
-    check_sorted_rows(i.rows, i.order)
-    check_tokens(i.x, i.rank)
-    check_plan(i.x, i.order, i.rank)
-    check_float(rows=i.rows, x=i.x)
-    check_device(rows=i.rows, x=i.x)
-    check_axes(rows=(i.rows, "R, H"), x=(i.x, "T, H"))
-    return i.rows.new_empty(i.rank.shape, dtype=sum_dtype(i.rows))
+    size = check_routed(i)
+    return i.rows.new_empty(size["T"], size["k"], dtype=sum_dtype(i.rows))
 
 
 def block_of(columns: int) -> int:
@@ -372,7 +351,7 @@ def bind_unpermute_columns(
 
 @binds
 @takes(*TRITON_DTYPES)
-def bind_unpermute(i: PermuteInputs) -> Callable:
+def bind_unpermute(i: UnpermuteInputs) -> Callable:
     H = i.x.shape[1]
     unpermute = bind_unpermute_columns(i.rank.shape, H, i.x.stride(), H)
     return lambda out, i: unpermute(out, i.x, i.rank, i.routing_weights)
@@ -395,7 +374,7 @@ def launch_permute_host(out: Tensor, i: PermuteInputs) -> None:
 
 
 @takes(*HOST_DTYPES)
-def launch_unpermute_host(out: Tensor, i: PermuteInputs) -> None:
+def launch_unpermute_host(out: Tensor, i: UnpermuteInputs) -> None:
     weights = None if i.routing_weights is None else array(i.routing_weights.float())
     ext.unpermute(array(i.x), indices(i.rank), weights, array(out), num_threads())
 
@@ -425,11 +404,11 @@ def backward_permute(ctx, dout):
 def backward_unpermute(ctx, dout):
     rows, order, rank, routing_weights = ctx.saved_tensors
     drows = dweights = None
-    if PermuteInputs(*ctx.needs_input_grad).x:
+    if UnpermuteInputs(*ctx.needs_input_grad).x:
         drows = permute(dout, order, rank, routing_weights)
     if rows is not None:
         dweights = row_dots(rows, dout, order, rank).to(routing_weights.dtype)
-    return gradients(PermuteInputs, x=drows, routing_weights=dweights)
+    return gradients(UnpermuteInputs, x=drows, routing_weights=dweights)
 
 
 def save_row_dots(ctx, i, output):
@@ -457,7 +436,7 @@ permute_op = define_op(
 )
 unpermute_op = define_op(
     "unpermute",
-    PermuteInputs,
+    UnpermuteInputs,
     new=new_unpermute,
     check_values=check_values,
     reference=unpermute_reference,

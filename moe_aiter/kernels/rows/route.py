@@ -18,7 +18,7 @@ checkpointing; see replay.py.  In a compiled graph it is an op.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from ...op import IMPLS, binds, bound, define_op, gradients, takes
 from ...private_api import is_exporting, is_transformed, softmax_gradient
 from ...replay import always_save, current_pass
-from ..base.check import check_device, check_finite, check_float, check_shape, wide
+from ..base.check import Operand, check_fields, check_finite, check_float, check_whole_shape, wide
 from ..base.host import array, ext, host, num_threads
 from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense
@@ -39,11 +39,11 @@ NEARLY_ALL = 0.75  # of a token's weights: above a half one expert has it
 class RouteBackwardInputs(NamedTuple):
     """The inputs of the op `route_backward`: the gradient of the logits (T, E)."""
 
-    weights: Tensor  # (T, k)
+    weights: Annotated[Operand, "T, k"]
     expert_ids: Tensor  # (T, k)
-    scores: Tensor | None  # (T, E); None for a renormalised softmax
-    dweights: Tensor | None  # (T, k)
-    dscores: Tensor | None  # (T, E)
+    scores: Operand | None  # (T, E); None for a renormalised softmax
+    dweights: Operand | None  # (T, k)
+    dscores: Operand | None  # (T, E)
     num_experts: int
     sigmoid: bool
     renormalize: bool
@@ -53,7 +53,7 @@ class RouteBackwardInputs(NamedTuple):
 class RouteInputs(NamedTuple):
     """The inputs of the op `route`: the scores, and the weights and numbers of the chosen experts."""
 
-    logits: Tensor  # (T, E)
+    logits: Annotated[Tensor, "T, E"]
     top_k: int
     sigmoid: bool
     renormalize: bool
@@ -206,10 +206,7 @@ def row_tile_of_k(num_tokens: int, num_experts: int, top_k: int) -> tuple[tuple[
 
 
 def new_route_backward(i: RouteBackwardInputs) -> Tensor:
-    floats = {"weights": i.weights, "scores": i.scores, "dweights": i.dweights, "dscores": i.dscores}
-    check_shape("weights", i.weights, "T", "k")
-    check_float(**floats)
-    check_device(**floats, expert_ids=i.expert_ids)
+    check_fields(i)
     if i.dweights is None and i.dscores is None:
         raise ValueError("there is neither dweights nor dscores")
     if (i.scores is None) != (i.renormalize and not i.sigmoid) or (
@@ -347,7 +344,7 @@ def softmax(z):
 
 # route: launcher
 def new_route(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
-    check_shape("logits", i.logits, "T", "E")
+    check_fields(i)
     if i.logits.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"logits must be float32 or float64, not {i.logits.dtype}")
     check_finite(scale=i.scale)
@@ -355,9 +352,7 @@ def new_route(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k} but logits is (T, E={num_experts}); top_k must be from 1 to E")
     if i.fixed_ids is not None:
-        check_device(logits=i.logits, fixed_ids=i.fixed_ids)
-        if i.fixed_ids.shape != (num_tokens, top_k):
-            raise ValueError(f"fixed_ids is {tuple(i.fixed_ids.shape)} but must be {(num_tokens, top_k)}")
+        check_whole_shape("fixed_ids", i.fixed_ids, (num_tokens, top_k))
     written = num_tokens if writes_scores(i.sigmoid, i.renormalize, i.need_scores) else 0
     scores, weights = i.logits.new_empty(written, num_experts), i.logits.new_empty(num_tokens, top_k)
     return scores, weights, i.logits.new_empty(num_tokens, top_k, dtype=torch.int64)

@@ -12,13 +12,13 @@ of them, in a single kernel.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op
-from ..base.check import check_index, check_shape, check_sizes
+from ..base.check import Index, check_fields, check_sizes
 from ..base.host import array, check_built, ext, host
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 
@@ -32,7 +32,7 @@ MOST = 2**31  # choices, whose numbers are int32
 class SortInputs(NamedTuple):
     """The inputs of the op `sort_by_expert`: order, rank and group_sizes of these choices."""
 
-    expert_ids: Tensor  # (T, k)
+    expert_ids: Annotated[Index, "T, k"]
     num_experts: int
 
 
@@ -160,8 +160,7 @@ def sort_few_kernel(
 
 # launcher
 def new_sort(i: SortInputs) -> tuple[Tensor, Tensor, Tensor]:
-    check_shape("expert_ids", i.expert_ids, "T", "k")
-    check_index(expert_ids=i.expert_ids)
+    check_fields(i)
     check_sizes(num_experts=i.num_experts)
     num_tokens, top_k = i.expert_ids.shape
     if top_k < 1:

@@ -18,19 +18,18 @@ row.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, define_op, no_autocast, takes
 from ..base.check import (
-    check_axes,
-    check_device,
-    check_float,
-    check_groups,
+    Float,
+    Index,
+    Operand,
+    check_fields,
     check_plan_values,
-    check_routing_weights,
     check_rows,
     split_groups,
     sum_dtype,
@@ -47,8 +46,8 @@ class GroupSumInputs(NamedTuple):
     rows r of group g."""
 
     y: Tensor  # (M, N), or (T, N) with order
-    group_sizes: Tensor  # (G,)
-    order: Tensor | None  # (M,)
+    group_sizes: Annotated[Index, "G"]
+    order: Annotated[Index, "M"] | None
     top_k: int
     scale: Tensor | None  # M numbers, contiguous
 
@@ -57,11 +56,11 @@ class WeighRowsInputs(NamedTuple):
     """The inputs of the op `weigh_rows`: out[r] = s * x[r] and dots[t, j] = <x[r], y[r]>, where s is
     routing_weights[t, j] and r is rank[t, j]."""
 
-    x: Tensor  # (R, N)
-    y: Tensor  # (R, N)
-    routing_weights: Tensor  # (T, k)
-    order: Tensor  # (R,)
-    rank: Tensor  # (T, k)
+    x: Annotated[Operand, "R, N"]
+    y: Annotated[Operand, "R, N"]
+    routing_weights: Annotated[Float, "T, k"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
 
 
 # group_sum: reference
@@ -144,7 +143,7 @@ def group_sum_kernel(
 def new_group_sum(i: GroupSumInputs) -> Tensor:
     rows = i.y.shape[0] if i.order is None else i.order.shape[0]
     check_rows("y", i.y, "N", i.order, i.top_k, rows)
-    check_groups(i.group_sizes, i.y, order=i.order, scale=i.scale)
+    check_fields(i)
     choices = i.y.shape[0] * i.top_k
     if i.scale is not None and (i.scale.numel() != choices or not i.scale.is_contiguous()):
         raise ValueError(
@@ -285,10 +284,7 @@ def weigh_rows_kernel(
 
 
 def new_weigh_rows(i: WeighRowsInputs) -> tuple[Tensor, Tensor]:
-    check_axes(x=(i.x, "R, N"), y=(i.y, "R, N"), order=(i.order, "R"))
-    check_float(x=i.x, y=i.y)
-    check_routing_weights(i.routing_weights, i.rank, i.x)
-    check_device(x=i.x, y=i.y, order=i.order, rank=i.rank)
+    check_fields(i)
     return i.x.new_empty(i.x.shape), i.x.new_empty(i.rank.shape, dtype=sum_dtype(i.x))
 
 

@@ -7,13 +7,13 @@ devices.  NaN sorts first, as in torch.topk, so a row of NaN still yields k dist
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
-from ..base.check import check_float, check_shape, wide
+from ..base.check import Operand, check_fields, wide
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 
@@ -24,7 +24,7 @@ NO_KEY = tl.constexpr(-(2**31))  # below the key of -inf: a column past E, or on
 class TopkInputs(NamedTuple):
     """The inputs of the op `topk`: values and experts (T, k) of the k highest scores of each row."""
 
-    scores: Tensor  # (T, E)
+    scores: Annotated[Operand, "T, E"]
     k: int
 
 
@@ -101,8 +101,7 @@ def topk_kernel(
 
 # launcher
 def new_topk(i: TopkInputs) -> tuple[Tensor, Tensor]:
-    check_shape("scores", i.scores, "T", "E")
-    check_float(scores=i.scores)
+    check_fields(i)
     (num_tokens, num_experts), k = i.scores.shape, i.k
     if not 1 <= k <= num_experts:
         raise ValueError(f"k is {k} but scores is (T, E={num_experts}); k must be from 1 to E")
