@@ -1,5 +1,6 @@
 """Triton helpers shared by the grouped kernels."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -220,6 +221,13 @@ def dense(*plan: torch.Tensor | None) -> list[torch.Tensor | None]:
 def at_least_16(size: int) -> int:
     """The block that holds so many; 16 is the least that tensor cores multiply."""
     return max(16, next_power_of_2(size))
+
+
+@functools.cache
+def no_larger(config: tuning.Config, **sides: int) -> tuning.Config:
+    """A tile with no larger sides than these, or than tensor cores need: `no_larger(config, block_n=N)`."""
+    sides = {side: min(getattr(config, side), at_least_16(size)) for side, size in sides.items()}
+    return dataclasses.replace(config, **sides)
 
 
 def row_tiles(M: int, G: int, block_m: int) -> int:

@@ -9,7 +9,6 @@ to its rank) a part of the tile's sum over K (split-K); the partial sums are add
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -29,10 +28,10 @@ from ..base.check import (
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
     TILE_DTYPES,
-    at_least_16,
     dense,
     in_units,
     multiply,
+    no_larger,
     operand,
     row_tiles,
     swizzle,
@@ -285,14 +284,6 @@ def fits_triton(i: SegmentInputs | SegmentOutInputs) -> bool:
     return i.x.dtype in (FP8[:2] if torch.cuda.get_device_capability(i.x.device) >= (8, 9) else FP8[1:2])
 
 
-@functools.cache
-def no_larger(config: tuning.Config, N: int, K: int) -> tuning.Config:
-    """A tile with no more columns than there are, nor more to sum over; a short sum is one step."""
-    block_k = at_least_16(K)
-    block_k = block_k if K <= SHORT_K else min(config.block_k, block_k)
-    return dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)), block_k=block_k)
-
-
 @binds
 @takes(*DTYPES)
 def bind_segment_gmm(i: SegmentInputs) -> Callable:
@@ -313,7 +304,8 @@ def bind_segments(
     (M, K), (W, _, N), G = i.x.shape, i.w.shape, num_segments(i.lens, i.indptr)
     short = K <= SHORT_K
     config = tuning.lookup("segment_expand" if short else "segment_gmm", dtype, M, N, K, G)
-    config = no_larger(config, N, K)
+    config = dataclasses.replace(config, block_k=SHORT_K) if short else config  # a short sum is one step
+    config = no_larger(config, block_n=N, block_k=K)
     pieces = G if i.indptr is None else G + 1  # and the rows past the segments
     tiles_m, tiles_n = row_tiles(M, pieces, config.block_m), cdiv(N, config.block_n)
     tiles = max(cdiv(M, config.block_m), min(M, G)) * tiles_n  # that there are, about
@@ -356,7 +348,7 @@ def bind_out_on_hopper(i: SegmentOutInputs) -> Callable:
     return hopper.bind_segments(i, zero_rest=False) if hopper.by_tma(i.out) else bind_segment_gmm_out(i)
 
 
-def fits_hopper(i: SegmentInputs | SegmentOutInputs) -> bool:
+def fills_tiles(i: SegmentInputs | SegmentOutInputs) -> bool:
     """Whether tiles of 128 x 256 are well filled, and the grouped product itself runs on Hopper."""
     segments = num_segments(i.lens, i.indptr)
     filled = i.x.shape[0] >= FILLED * segments > 0 and i.w.shape[2] >= 128 and i.w.shape[1] > SHORT_K
@@ -365,7 +357,7 @@ def fits_hopper(i: SegmentInputs | SegmentOutInputs) -> bool:
 
 bind_segment_gmm.fits = bind_segment_gmm_out.fits = fits_triton
 bind_on_hopper.takes = bind_out_on_hopper.takes = hopper.DTYPES
-bind_on_hopper.fits = bind_out_on_hopper.fits = fits_hopper
+bind_on_hopper.fits = bind_out_on_hopper.fits = fills_tiles
 
 
 # op

@@ -10,7 +10,6 @@ outside of the M rows.  `weight_indices` (B,) names the matrix of each segment, 
 segment's number; an index outside of [0, W), usually -1, names a matrix of zeros.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -28,7 +27,7 @@ from ..base.check import (
     group_ends,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import TILE_DTYPES, at_least_16, dense, in_units, swizzle, tile_options, unit_of
+from ..base.tile import TILE_DTYPES, dense, in_units, no_larger, swizzle, tile_options, unit_of
 from .tgmm import chosen, weight_gradient
 
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
@@ -247,8 +246,7 @@ def new_segment_tgmm(i: SegmentTgmmInputs) -> Tensor:
 def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
     (M, K), N, W, G = i.x.shape, i.y.shape[1], i.weights, num_segments(i.lens, i.indptr)
     config = tuning.lookup("segment_tgmm", i.x.dtype, M, N, K, W)
-    block_m, block_n = min(config.block_m, at_least_16(K)), min(config.block_n, at_least_16(N))
-    config = dataclasses.replace(config, block_m=block_m, block_n=block_n)
+    config = no_larger(config, block_m=K, block_n=N)
     tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
     splits, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
     out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)

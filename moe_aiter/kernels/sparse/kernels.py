@@ -9,8 +9,6 @@ few rows or a very large matrix, a program makes some columns of the result from
 entries name.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from ... import tuning
 from ..base.check import Operand, packed
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import at_least_16, in_units, multiply, swizzle, tile_options, unit_of, whole_units
+from ..base.tile import in_units, multiply, no_larger, swizzle, tile_options, unit_of, whole_units
 from .pattern import count, num_blocks
 
 
@@ -166,13 +164,6 @@ def sparse_blocks_grad_kernel(
 
 
 # blocks: launcher
-
-
-@functools.cache
-def no_larger(config: tuning.Config, **sides: int) -> tuning.Config:
-    """A tile with no larger sides than these."""
-    sides = {side: min(getattr(config, side), at_least_16(size)) for side, size in sides.items()}
-    return dataclasses.replace(config, **sides)
 
 
 def bind_blocks(i: SparseInputs) -> Callable:
