@@ -118,10 +118,13 @@ def scaled_gemm_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     K, strides = in_units((K, strides), UNIT)
-    group, row, row_end, tile_n = place(
-        M, N, G, group_sizes_ptr, BLOCK_G, BLOCK_M, BLOCK_N, GROUP_M, NUM_DIES
-    )
-    if group_sizes_ptr is not None:  # noqa: SIM102 (Triton evaluates both sides of `and`)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    if group_sizes_ptr is None:
+        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = tile_m * 0, tile_m * BLOCK_M, M
+    else:
+        tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
+        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
         if row >= row_end:
             return
     m = row + tl.arange(0, BLOCK_M)
@@ -170,23 +173,6 @@ def scaled_gemm_kernel(
         out += tl.load(bias_ptrs, mask=columns, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m < row_end)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def place(
-    M, N, G, group_sizes_ptr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-):  # fmt: skip
-    """Return the place of this program's tile: group, first and end row, column tile."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    if group_sizes_ptr is None:
-        tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tiles_n, GROUP_M, NUM_DIES)
-        group, row, row_end = tile_m * 0, tile_m * BLOCK_M, M
-    else:
-        tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
-        group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)
-    return group, row, row_end, tile_n
 
 
 @triton.jit

@@ -61,14 +61,8 @@ from .scaled_gemm import scaled_gemm
 
 
 LIBRARIES = {  # AITER's `libtype` -> the backend here
-    "torch": "torch",
-    "hipblaslt": "torch",
-    "asm": "torch",
-    "skinny": "torch",
-    "flydsl": "torch",
-    "opus": "torch",
-    "triton": "triton",
-    "hopper": "hopper",
+    **dict.fromkeys(("torch", "hipblaslt", "asm", "skinny", "flydsl", "opus"), "torch"),
+    **{"triton": "triton", "hopper": "hopper"},
 }
 # whose tile a row may name: the `tiles` of the launchers
 TILED = ("gemm", "gemm_row", "hopper_gemm", "hopper_few_rows")

@@ -87,7 +87,10 @@ def masked_gmm_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, tile_n = swizzle(tl.program_id(0), G * tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, NUM_DIES)
     group, row = (tile // tiles_m).to(tl.int64), tile % tiles_m * BLOCK_M
-    row_end = row_count(group, group_sizes_ptr, M)
+    row_end = M
+    if group_sizes_ptr is not None:
+        size = tl.load(group_sizes_ptr + group).to(tl.int64)
+        row_end = tl.minimum(tl.maximum(size, 0), M).to(tl.int32)
     if row >= row_end:
         return
     m = row + tl.arange(0, BLOCK_M)
@@ -147,15 +150,6 @@ def unshuffle(w, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.conste
     return tl.reshape(tl.permute(vectors, (0, 2, 1, 3)), (BLOCK_N, BLOCK_K)).T
 
 
-@triton.jit
-def row_count(group, group_sizes_ptr, M):
-    """The rows of a group, from 0 to M."""
-    rows = M
-    if group_sizes_ptr is not None:
-        rows = tl.minimum(tl.maximum(tl.load(group_sizes_ptr + group).to(tl.int64), 0), M).to(tl.int32)
-    return rows
-
-
 # launcher
 
 
@@ -205,7 +199,7 @@ def shuffled_options(w: Tensor, few: bool) -> tuple[bool, tuple[int, ...]]:
 def check_masked_gmm(i: MaskedInputs) -> None:
     check_fields(i)
     (G, M, _), N = i.x.shape, i.w.shape[1]
-    check_product(i.out, i.x, i.w)
+    check_dtypes(i.out, i.x, i.w)
     if i.out.shape != (G, M, N):
         raise ValueError(f"out must be (G={G}, M={M}, N={N}), but it has shape {tuple(i.out.shape)}")
     check_own_memory("out", i.out)
@@ -214,7 +208,7 @@ def check_masked_gmm(i: MaskedInputs) -> None:
         check_shuffle(i.w)
 
 
-def check_product(out: Tensor, x: Tensor, w: Tensor) -> None:
+def check_dtypes(out: Tensor, x: Tensor, w: Tensor) -> None:
     """Raise unless the dtypes fit: 8-bit floats of any kind for 16 or 32 bits, or one dtype for all three."""
     if x.dtype not in FP8:
         return check_float(x=x, w=w, out=out)
