@@ -5,12 +5,13 @@
 for each group g, whose rows are [s, e).  M rows, G groups; the sum runs over the rows.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ...tuning.aiter_json import tile_of
 from ..base.check import (
-    FLOATS,
     cast_as_linear,
     check_axes,
     check_device,
@@ -18,13 +19,13 @@ from ..base.check import (
     check_flags,
     check_float,
     check_groups,
-    check_own_memory,
     check_shape,
+    check_tensor,
     fourth_argument,
     oriented,
     result_dtype,
 )
-from .tgmm import tgmm_into_op
+from .tgmm import check_sum, tgmm_into_op
 
 
 def ptgmm(
@@ -60,11 +61,8 @@ def ptgmm(
     `existing_out` and for results that share memory with an operand or with each other, TypeError for
     dtypes, before anything is written.
     """
-    if fourth:
-        named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
-        bias_grad, preferred_element_type = fourth_argument(ptgmm, fourth, **named)
     how = preferred_element_type, existing_out, accumulate, config, grid_dim, trans_lhs
-    return transposed("ptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
+    return transposed(ptgmm, lhs, rhs, group_sizes, fourth, bias_grad, bias_grad_from, *how)
 
 
 def nptgmm(
@@ -77,18 +75,18 @@ def nptgmm(
 
     With the same block sizes, both give the same bits.  The Hopper kernel is persistent for both names.
     """
-    if fourth:
-        named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
-        bias_grad, preferred_element_type = fourth_argument(nptgmm, fourth, **named)
     how = preferred_element_type, existing_out, accumulate, config, None, trans_lhs
-    return transposed("nptgmm", lhs, rhs, group_sizes, bias_grad, bias_grad_from, *how)
+    return transposed(nptgmm, lhs, rhs, group_sizes, fourth, bias_grad, bias_grad_from, *how)
 
 
 def transposed(
-    variant: str, lhs: Tensor, rhs: Tensor, group_sizes: Tensor, bias_grad: Tensor | None,
+    fn: Callable, lhs: Tensor, rhs: Tensor, group_sizes: Tensor, fourth: tuple, bias_grad: Tensor | None,
     bias_grad_from: str, preferred: torch.dtype | None, existing_out: Tensor | None, accumulate: bool,
     config: dict[str, int] | None, grid_dim: int | None, trans_lhs: bool | None,
 ) -> Tensor:  # fmt: skip
+    if fourth:
+        named = {"bias_grad": bias_grad, "preferred_element_type": preferred}
+        bias_grad, preferred = fourth_argument(fn, fourth, **named)
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
     if existing_out is None:
@@ -98,7 +96,11 @@ def transposed(
     check_float(lhs=lhs, rhs=rhs)
     check_groups(group_sizes, lhs, "lhs", rhs=rhs)
     (K, M), N, G = lhs.shape, rhs.shape[1], group_sizes.shape[0]
-    of_rhs = check_bias_grad(bias_grad, bias_grad_from, lhs, (G, K), (G, N))
+    if bias_grad_from not in ("lhs", "rhs"):
+        raise ValueError(f"bias_grad_from must be 'lhs' or 'rhs', not {bias_grad_from!r}")
+    if bias_grad is not None:
+        check_tensor("bias_grad", bias_grad)
+        check_device(lhs=lhs, bias_grad=bias_grad)
     check_flags(accumulate=accumulate)
     if accumulate and existing_out is None:
         raise ValueError("accumulate=True adds to an existing_out, but there is none")
@@ -106,41 +108,11 @@ def transposed(
         out = lhs.new_empty(G, K, N, dtype=result_dtype(preferred, lhs))
     else:
         out = existing_out
-        check_out(out, preferred, lhs, (G, K, N))
-    tile, programs = tile_of(variant, config, (M, K, N, G), lhs.dtype, grid_dim, accumulate)
+        check_existing(out, preferred)
+        check_device(lhs=lhs, existing_out=out)
+        check_sum("existing_out", out, (G, K, N))
+    tile, programs = tile_of(fn.__name__, config, (M, K, N, G), lhs.dtype, grid_dim, accumulate)
     with torch.no_grad():
-        sums = (bias_grad, of_rhs, tile, programs)
+        sums = (bias_grad, bias_grad_from == "rhs", tile, programs)
         tgmm_into_op(out, lhs.mT, rhs, group_sizes, None, 1, bool(accumulate), *sums)
     return out
-
-
-def check_out(
-    out: Tensor, preferred: torch.dtype | None, lhs: Tensor, expected: tuple[int, int, int]
-) -> None:
-    check_existing(out, preferred)
-    if out.shape != expected or out.dtype not in FLOATS:
-        raise ValueError(
-            f"existing_out must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
-        )
-    check_device(lhs=lhs, existing_out=out)
-    check_own_memory("existing_out", out)
-
-
-def check_bias_grad(
-    bias_grad: Tensor | None, source: str, lhs: Tensor, of_lhs: tuple[int, int], of_rhs: tuple[int, int]
-) -> bool:
-    """Whether it is summed over the rows of rhs.  Raises unless a given one can hold the sums."""
-    if source not in ("lhs", "rhs"):
-        raise ValueError(f"bias_grad_from must be 'lhs' or 'rhs', not {source!r}")
-    if bias_grad is not None:
-        axes, expected = ("(G, K)", of_lhs) if source == "lhs" else ("(G, N)", of_rhs)
-        check_shape("bias_grad", bias_grad, *axes[1:-1].split(", "))
-        if bias_grad.dtype != torch.float32:
-            raise TypeError(f"bias_grad must be torch.float32, not {bias_grad.dtype}")
-        if bias_grad.shape != expected:
-            raise ValueError(
-                f"bias_grad must be {axes} = {tuple(expected)}, but it has shape {tuple(bias_grad.shape)}"
-            )
-        check_device(lhs=lhs, bias_grad=bias_grad)
-        check_own_memory("bias_grad", bias_grad)
-    return source == "rhs"

@@ -20,12 +20,12 @@ from ...op import Written, binds, define_inplace_op, define_op, takes
 from ...private_api import fast_on_cpu, is_transformed
 from .. import hopper
 from ..base.check import (
-    FLOATS,
     Index,
     Operand,
     apart,
     cast_as_linear,
     check_fields,
+    check_floating,
     check_own_memory,
     check_plan_values,
     check_rows,
@@ -99,7 +99,7 @@ class TgmmIntoInputs(NamedTuple):
 # products in torch, group by group
 
 
-def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
+def multiply_in_place(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
     """`out = x @ y + plus`, which may be a row, or `out` itself; of one dtype."""
     x, y = apart(x, y)
     if out.is_cuda and 1 in (*x.shape, *y.shape):
@@ -113,7 +113,7 @@ def multiply(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
 
 
 def multiply_wide(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
-    """Do as `multiply` in float32 or wider, also for operands of several dtypes, or under vmap."""
+    """Do as `multiply_in_place` in float32 or wider, also for operands of several dtypes, or under vmap."""
     x, y = widened(out, x, y)
     out.copy_(x @ y if plus is None else torch.addmm(plus.to(x.dtype), x, y))
 
@@ -124,10 +124,10 @@ def widened(out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
-    """Return `multiply` where torch can do that and is not slow, or else `multiply_wide`."""
+    """Return `multiply_in_place` where torch can do that and is not slow, or else `multiply_wide`."""
     same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
     slow = out.is_cpu and not fast_on_cpu(out.dtype)
-    return multiply if same and not slow and not is_transformed() else multiply_wide
+    return multiply_in_place if same and not slow and not is_transformed() else multiply_wide
 
 
 def matmul_into(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None = None) -> None:
@@ -343,8 +343,7 @@ def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
 
 
 def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
-    x = i.x if hasattr(i, "x") else i.x8
-    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(x) * i.top_k)
+    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(i.x) * i.top_k)
 
 
 def check_tgmm_into(i: TgmmIntoInputs) -> None:
@@ -353,19 +352,16 @@ def check_tgmm_into(i: TgmmIntoInputs) -> None:
     check_sum("out", out, (G, K, N))
     if sums is not None:
         axes, expected = ("(G, N)", (G, N)) if i.sums_of_y else ("(G, K)", (G, K))
-        if sums.shape != expected or sums.dtype != torch.float32:
-            raise ValueError(
-                f"sums must be float32 {axes} = {expected}, but it is {sums.dtype} {tuple(sums.shape)}"
-            )
-        check_own_memory("sums", sums)
+        if sums.dtype != torch.float32:
+            raise TypeError(f"bias_grad must be torch.float32, not {sums.dtype}")
+        if sums.shape != expected:
+            raise ValueError(f"bias_grad must be {axes} = {expected}, but it has shape {tuple(sums.shape)}")
+        check_own_memory("bias_grad", sums)
 
 
 def check_sum(name: str, out: Tensor, expected: tuple[int, int, int]) -> None:
     """Raise unless the gradient of a weight can be added to `out`."""
-    if out.shape != expected or out.dtype not in FLOATS:
-        raise ValueError(
-            f"{name} must be floating (G, K, N) = {expected}, but it is {out.dtype} {tuple(out.shape)}"
-        )
+    check_floating(name, out, expected, "(G, K, N) = {}")
     check_own_memory(name, out)
 
 
@@ -388,7 +384,7 @@ def bind_tgmm_sums(i: TgmmSumsInputs) -> Callable:
     if i.x.shape[1] == 0:
         add = bind_sum_groups(M, N, G, 1, i.y.stride(), (N, 1))
         return lambda outs, i: add(outs[1], i.y, i.group_sizes, None, None)
-    product = bind_product(i.x, i.y, i.group_sizes, new_strides(i), sums_strides=(N, 1), sums_of_y=True)
+    product = bind_outer(i.x, i.y, i.group_sizes, new_strides(i), sums_strides=(N, 1), sums_of_y=True)
     return lambda outs, i: product(outs[0], i.x, i.y, i.group_sizes, None, outs[1])
 
 
@@ -438,7 +434,7 @@ def bind_gathered(
     (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
     if order is None or not gathers_first(x, y, G):
         how = {"gathers": order is not None, "top_k": top_k, "sums_of_y": sums_of_y}
-        return bind_product(x, y, group_sizes, out_strides, **how, **options)
+        return bind_outer(x, y, group_sizes, out_strides, **how, **options)
     column_bytes = M * x.element_size()
     most = (M * N + G * K * N) * x.element_size() // SLACK
     slices = column_slices(K, column_bytes, max(most, column_bytes * cdiv(K, MOST * BLOCK) * BLOCK))
@@ -446,7 +442,7 @@ def bind_gathered(
     launches = {}
     for width in {n.stop - n.start for n in slices}:
         rows = torch.empty(M, width, dtype=x.dtype, device="meta")
-        product = bind_product(rows, y, group_sizes, out_strides, sums_of_y=sums_of_y, **options)
+        product = bind_outer(rows, y, group_sizes, out_strides, sums_of_y=sums_of_y, **options)
         launches[width] = bind_gather_rows(x[:, :width], M, top_k), product
 
     def launch(out, x, y, group_sizes, order, sums=None):
@@ -460,7 +456,7 @@ def bind_gathered(
     return launch
 
 
-def bind_product(
+def bind_outer(
     x: Tensor, y: Tensor, group_sizes: Tensor, out_strides: Sequence[int],
     *, gathers: bool = False, top_k: int = 1, accumulate: bool = False, sums_strides: Sequence[int] = (0, 0),
     sums_of_y: bool = False, tile: Sequence[int] = (), programs: int = 0, fresh: bool = False,
@@ -471,7 +467,7 @@ def bind_product(
     """
     g, k, n = out_strides
     if k == 1 != n and x.stride(1) == 1 and not gathers and not tile:
-        turned = bind_product(  # out.mT = y.T @ x, whose tiles are written row by row
+        turned = bind_outer(  # out.mT = y.T @ x, whose tiles are written row by row
             y, x, group_sizes, (g, n, k), accumulate=accumulate, sums_strides=sums_strides,
             sums_of_y=not sums_of_y, programs=programs, fresh=fresh,
         )  # fmt: skip
