@@ -19,7 +19,7 @@ from ..kernels.experts import mlp as _experts_ops  # noqa: F401  defines the ops
 from ..kernels.experts.fp8 import DownGradFp8Inputs, GmmUnpermuteFp8Inputs, UpFp8Inputs
 from ..kernels.experts.inputs import ExpertInputs, row_bytes
 from ..kernels.grouped.four_bit import FourBitInputs
-from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_product, lay_out, quantize_y
+from ..kernels.grouped.tgmm_fp8 import TgmmFp8Inputs, bind_columns, lay_out, quantize_y
 from ..kernels.quantize.blocks import plan_row_blocks
 from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
@@ -234,7 +234,7 @@ def of_8_bits(op: str, *inputs) -> tuple[Callable, tuple] | None:
 
 
 def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
-    product = bind_product(i, i.x8.shape[1], (out if i.columns_first else out.mT).stride())
+    product = bind_columns(i, i.x8.shape[1], (out if i.columns_first else out.mT).stride())
     product(out, *operands)
 
 

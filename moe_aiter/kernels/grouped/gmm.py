@@ -237,13 +237,13 @@ def check_gmm_into(i: GroupedIntoInputs) -> None:
 @takes(*TILE_DTYPES)
 def bind_gmm(i: GroupedInputs) -> Callable:
     """For a contiguous result.  Like it, `lhs` may be a temporary: bind with any tensor of its metadata."""
-    return bind_product(i, (i.rhs.shape[2], 1))
+    return bind_grouped(i, (i.rhs.shape[2], 1))
 
 
 @binds
 @takes(*TILE_DTYPES)
 def bind_gmm_into(i: GroupedIntoInputs) -> Callable:
-    return bind_product(i, i.existing_out.stride(), into=True)
+    return bind_grouped(i, i.existing_out.stride(), into=True)
 
 
 def suits_one_loop(
@@ -266,7 +266,7 @@ def suits_one_loop(
     return full and short and wide and not i.tile and not ROCM
 
 
-def bind_product(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
+def bind_grouped(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
     (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
     unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)

@@ -103,7 +103,7 @@ def lay_out(i: TgmmFp8Inputs | TgmmFp8IntoInputs, k: slice) -> tuple[Tensor, ...
     return transpose_row_blocks(i.x8[:, k], i.order, i.top_k, i.row_blocks), i.y8, i.y_scale, i.spans
 
 
-def bind_product(
+def bind_columns(
     i: TgmmFp8Inputs | TgmmFp8IntoInputs, columns: int, out_strides: Sequence[int], accumulate: bool = False
 ) -> Callable[..., None]:
     """Return `product(out, *operands)` for so many columns of x, a result with these strides along (G, N, K),
@@ -119,7 +119,7 @@ def bind_slices(i: TgmmFp8Inputs | TgmmFp8IntoInputs, axis: int, *how) -> Callab
     column_bytes, K = len(i.row_blocks) * ROW_BLOCK, i.x8.shape[1]
     least = column_bytes * cdiv(K, MOST * BLOCK) * BLOCK
     slices = column_slices(K, column_bytes, max(i.x_bytes, least))
-    products = [(k, bind_product(i, k.stop - k.start, *how)) for k in slices]
+    products = [(k, bind_columns(i, k.stop - k.start, *how)) for k in slices]
 
     def launch(out, i):
         for k, product in products:
@@ -155,7 +155,7 @@ def shape_of_tgmm_fp8(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[int, int, i
     return size["G"], i.x8.shape[1], size["N"]
 
 
-def check_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
+def check_tgmm_fp8_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
     check_plan_values(len(i.order), i.group_sizes, i.order, choices=len(i.x8) * i.top_k)
 
 
@@ -169,11 +169,11 @@ def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
 
 
 tgmm_fp8_op = define_op(
-    "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=check_values, torch=rounded_tgmm,
+    "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=check_tgmm_fp8_values, torch=rounded_tgmm,
     triton=rounded_tgmm, hopper=bind_tgmm_fp8,
 )  # fmt: skip
 tgmm_fp8_into_op = define_inplace_op(
-    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into, check_values=check_values,
+    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into, check_values=check_tgmm_fp8_values,
     reference=rounded_tgmm_into, triton=lambda out, i: rounded_tgmm_into(i), hopper=bind_tgmm_fp8_into,
 )  # fmt: skip
 

@@ -323,14 +323,14 @@ def tgmm_kernel(
 def bind_tgmm(i) -> Callable:
     K, N = i.x.shape[1], i.y.shape[1]
     strides = (N * K, 1, K) if i.columns_first else (K * N, N, 1)
-    product = bind_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides)
+    product = bind_outer_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides)
     return lambda out, i: product(out, i.x, i.y, i.group_sizes, i.order)
 
 
 def bind_tgmm_sums(i) -> Callable:
     (M, N), K, G = i.y.shape, i.x.shape[1], i.group_sizes.shape[0]
     strides = (N * K, 1, K) if i.columns_first else (K * N, N, 1)
-    product = bind_product(i.x, i.y, i.group_sizes, None, 1, strides)
+    product = bind_outer_product(i.x, i.y, i.group_sizes, None, 1, strides)
     add = bind_sum_groups(M, N, G, 1, i.y.stride(), (N, 1))
 
     def launch(outs, i):
@@ -343,7 +343,7 @@ def bind_tgmm_sums(i) -> Callable:
 def bind_tgmm_into(i) -> Callable:
     strides = i.existing_out.stride()
     flags = {"accumulate": i.accumulate, "programs": i.programs}
-    product = bind_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides, **flags)
+    product = bind_outer_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides, **flags)
     add = None if i.bias_grad is None else bind_bias_grad(i)  # the consumers have no registers left for it
 
     def launch(out, i):
@@ -354,7 +354,7 @@ def bind_tgmm_into(i) -> Callable:
     return launch
 
 
-def bind_product(
+def bind_outer_product(
     x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
     *, accumulate: bool = False, programs: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
