@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from conftest import GPU
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm, scaled_gmm
@@ -30,7 +31,6 @@ from moe_aiter.kernels.sparse.pattern import SparsePattern
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, with_gradients
-from ..conftest import GPU
 from ..references import (
     adapted_down_reference,
     adapted_up_reference,

@@ -11,13 +11,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from pairwise import fewest
 
 from moe_aiter.config import interpret, settings
 from moe_aiter.op import ORDER
 
-from .pairwise import fewest
-
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parent / "tests"
 GPU = torch.cuda.is_available() and not interpret
 MUCH = 2 * 2**30  # bytes
 DEVICES = [torch.device("cpu")]
