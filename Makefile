@@ -66,9 +66,9 @@ test: $(READY)
 	exit $$status
 
 # one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
-MANY_PROCESSES = tests/test_compile.py tests/test_compile_ones.py $(addprefix tests/,test_readme.py upstream fuzz \
-	training/test_trainer.py training/test_distributed_train.py \
-	integrations/test_examples.py layers/test_fsdp.py)
+MANY_PROCESSES = $(addprefix tests/,test_compile.py test_compile_ones.py test_readme.py upstream fuzz \
+	integrations/test_examples.py layers/test_fsdp.py) \
+	$(addprefix examples/language_model/tests/test_,trainer.py distributed_train.py)
 test-quick: $(READY)
 	$(PYTEST) --cases one $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
 

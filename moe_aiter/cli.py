@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import pathlib
 import pkgutil
 import platform
 import re
@@ -17,6 +18,8 @@ import typing
 
 from .config import VERSION, SettingError, launch
 
+EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model"
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 COMMANDS = {  # name: (module, or object in one, with add_arguments and main; help, arguments of an example)
     "info": (
         "moe_aiter.bench.info",
@@ -24,17 +27,17 @@ COMMANDS = {  # name: (module, or object in one, with add_arguments and main; he
         " --model config.json --target sm_90",
     ),
     "train": (
-        "moe_aiter.training.command",
+        "language_model.command",
         "train a byte-level language model with MoE layers",
         " --data my_texts/ --steps 2000",
     ),
     "sample": (
-        "moe_aiter.training.sample",
+        "language_model.sample",
         "continue a text with the model of a run",
         " runs/one --prompt 'def '",
     ),
-    "plot": ("moe_aiter.training.plots", "plot the loss curves of several runs", " runs/one runs/two"),
-    "report": ("moe_aiter.training.report", "write an HTML page about a run", " runs/one"),
+    "plot": ("language_model.plots", "plot the loss curves of several runs", " runs/one runs/two"),
+    "report": ("language_model.report", "write an HTML page about a run", " runs/one"),
     "bench": ("moe_aiter.bench", "compare speed and memory with other implementations", " layer --shape C"),
     "tune": ("moe_aiter.bench.tune", "find the fastest tile of each kernel on this GPU", " --shape C"),
     "convert": (
@@ -69,26 +72,28 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
         example = f"Example: {parser.prog} {name}{example}"
         command = parsers.add_parser(name, help=text, description=text, epilog=example)
         if name in argv[:1]:  # the others are not even imported
-            pkgutil.resolve_name(place).add_arguments(command)
+            try:
+                imported(place).add_arguments(command)
+            except SettingError as error:
+                command.exit(2, f"{command.prog}: error: {error}\n")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a letter that the terminal's encoding lacks
     if any("\0" in word for word in argv):
         parser.error("an argument has a zero byte, which no path has")
     args = parser.parse_args(argv)
     from .op import BackendError  # here, since --help and --version need no torch
-    from .training import UsageError, out_of_memory, summary
 
     try:
         if args.command == "info" and args.model is None:
             if args.target or args.tokens:
-                raise UsageError("--target and --tokens need --model")
+                raise SettingError("--target and --tokens need --model")
             return info()
-        return pkgutil.resolve_name(commands[args.command][0]).main(args)
-    except (SettingError, BackendError) as error:
-        mistake = str(error)
+        return imported(commands[args.command][0]).main(args)
     except BrokenPipeError:
         raise
-    except (UsageError, OSError) as error:
+    except BackendError as error:
+        mistake = str(error)
+    except (SettingError, OSError) as error:
         mistake = summary(error)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
@@ -99,6 +104,47 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
         return 130
     print(f"{parser.prog} {args.command}: error: {mistake}", file=sys.stderr)
     return 2
+
+
+def imported(place: str) -> typing.Any:
+    """Import what a command names; the example from beside the package's source, never from sys.path."""
+    package = place.partition(".")[0]
+    if package == EXAMPLE.name and package not in sys.modules:
+        if not (EXAMPLE.parents[1] / "pyproject.toml").exists():
+            raise SettingError(
+                "an installed package does not contain this example, which is examples/language_model/ of "
+                f"{repository()}: clone it, and run `pip install -e '.[train]'` there"
+            )
+        spec = importlib.util.spec_from_file_location(package, EXAMPLE / "__init__.py")
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[package])
+    return pkgutil.resolve_name(place)
+
+
+def repository() -> str:
+    """Return the address of the source, which an installed package knows."""
+    try:
+        urls = importlib.metadata.metadata("moe-aiter").get_all("Project-URL", [])
+    except importlib.metadata.PackageNotFoundError:
+        urls = []
+    return next((u for name, _, u in (u.partition(", ") for u in urls) if name == "Source"), "its repository")
+
+
+def summary(error: BaseException) -> str:
+    """One line of an error: its kind if that says more, and the last line of its text, the most precise."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    text = str(error).strip().rpartition("\n")[2].strip()
+    return text if isinstance(error, SettingError) else f"{type(error).__name__}: {text}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """torch has a type for a full GPU, but on a CPU the text alone tells."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 class Parser(argparse.ArgumentParser):

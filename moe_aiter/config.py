@@ -127,12 +127,3 @@ def launch(env: typing.Mapping[str, str] = os.environ) -> Launch:
     # the identifier is "none" unless the user gives one; the parent is torchrun itself
     name = f"{env.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
     return Launch(*(int(env[variable]) for variable in variables), int(restarts), name)
-
-
-def threads_are_given() -> bool:
-    return "OMP_NUM_THREADS" in os.environ
-
-
-def repeatable_cublas() -> None:
-    """Let cuBLAS give the same bits every time; only before its first product, when it reads the variable."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

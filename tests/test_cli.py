@@ -1,7 +1,10 @@
 """The command line: what it prints, and what it says to a mistake."""
 
+import email.message
+import importlib.metadata
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +13,12 @@ import pytest
 import torch
 
 import moe_aiter
+from moe_aiter import cli
 from moe_aiter.cli import COMMANDS, main
 from moe_aiter.config import VERSION, SettingError, Settings
 from moe_aiter.op import BackendError, use
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_info_names_versions_backends_and_every_setting(capsys):
@@ -104,14 +110,6 @@ def test_a_benchmark_that_has_moved_says_where_it_is(words, tmp_path, monkeypatc
     assert err == f"moe-aiter bench {words.split()[0]}: error: it has moved out of the package: {place}\n"
 
 
-def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
-    assert main(["train", "--preset", "test", "--data", str(tmp_path / "none")]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("moe-aiter train: error: --data") and err.count("\n") == 1
-    assert main(["plot", str(tmp_path)]) == 2
-    assert "neither a run folder nor a metrics file" in capsys.readouterr().err
-
-
 def one_line(capsys, command: str, *words: str) -> str:
     """The error of a command that is refused."""
     try:
@@ -123,89 +121,63 @@ def one_line(capsys, command: str, *words: str) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--lr nan", "--lr is nan; it must be above 0 and below inf"),
-        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
-        ("--beta1 2", "--beta1 is 2.0; it must be at least 0 and below 1"),
-        ("--seed 99999999999999999999", "--seed is 99999999999999999999; it must be at least"),
-        ("--shared-intermediate -4", "--shared-intermediate is -4; it must be at least 0"),
-        ("--temperature nan", "--temperature is nan; it must be at least 0"),
-        ("--clip -1", "--clip is -1.0; it must be above 0"),
-        ("--sample-bytes -5", "--sample-bytes is -5; it must be at least 0"),
-        (
-            "--batch 99999999999999999999",
-            "--batch is 99999999999999999999; it must be at least 1 and at most",
-        ),
-        (
-            "--batch 2147483647 --sequence 128",
-            "not enough memory to allocate 281474976579584 bytes: try",
-        ),
-        ("--device meta", "--device is 'meta'; it takes auto, cpu, cuda or cuda:N"),
-        ("--out text.txt", "--out text.txt is a file; a run needs a folder"),
-        ("--out text.txt/run", "text.txt/run: Not a directory"),
-        ("--out=", "argument --out: the name is empty"),
-        ("--data=", "argument --data: the name is empty"),
-        ("--data empty", "no text file there"),
-        ("--resume=", "argument --resume: the name is empty"),
-        ("--resume nowhere", "nowhere is not a run folder"),
-    ],
-)
-def test_train_refuses(flags, message, capsys, tmp_path, monkeypatch):
-    for module in ("tqdm", "safetensors", "matplotlib"):
-        pytest.importorskip(module)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some text\n" * 1000)
-    (tmp_path / "empty").mkdir()
-    preset = [] if "--resume" in flags else ["--preset", "test", "--device", "cpu", "--data", "text.txt"]
-    assert message in one_line(capsys, "train", *preset, *flags.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
+EXAMPLE = ["train", "sample", "plot", "report"]
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("nowhere", "nowhere is neither a run folder nor a metrics file"),
-        ("empty.jsonl", "empty.jsonl holds no step to draw"),
-        ("good.jsonl empty.jsonl", "empty.jsonl holds no step to draw"),
-        ("damaged.jsonl", "damaged.jsonl: line 1 is damaged"),
-        ("good.jsonl --out x.zzz", "--out is x.zzz; its name must end with one of "),
-        ("good.jsonl --out old.png", "old.png is there already: --force replaces it, --out names another"),
-        ("good.jsonl --out old.png --force --out dir.png", "dir.png is there already: --out names another"),
-        ("good.jsonl --out nowhere/x.png", "nowhere/x.png: No such file or directory"),
-    ],
-)
-def test_plot_refuses(words, message, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    for name, rows in {"good": '{"step": 1, "loss": 3}\n', "empty": "", "damaged": "x\ny\n"}.items():
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    (tmp_path / "old.png").write_text("mine")
-    (tmp_path / "dir.png").mkdir()
-    assert message in one_line(capsys, "plot", *words.split())
-    assert (tmp_path / "old.png").read_text() == "mine"
+def run_in(folder: Path, path: list[Path], *words: str) -> subprocess.CompletedProcess:
+    """Run Python in a folder, with packages from `path`."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
 
 
-def test_plot_draws_several_runs(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2, "val_loss": 2}\n'
-    for name in ("moe", "dense"):
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    out = tmp_path / "both.png"
-    words = ["plot", str(tmp_path / "moe.jsonl"), str(tmp_path / "dense.jsonl"), "--out", str(out)]
-    assert main(words) == 0
-    assert out.stat().st_size > 5000 and capsys.readouterr().out.strip() == str(out)
-    out.write_text("")
-    assert main([*words, "--force"]) == 0 and out.stat().st_size > 5000
+@pytest.fixture
+def strangers(tmp_path):
+    """A folder with examples of the same names, which write a file if they are imported."""
+    for name in ("examples", "examples/language_model", "language_model"):
+        (tmp_path / name).mkdir()
+        for module in ("__init__", "command", "sample", "plots", "report"):
+            (tmp_path / name / f"{module}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\n")
+    return tmp_path
 
 
-def test_a_missing_extra_says_how_to_install_it(tmp_path):
-    """In a process of its own, where tqdm cannot be imported."""
-    code = "import sys; sys.modules['tqdm'] = None; from moe_aiter.cli import main; sys.exit(main(['train']))"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install '.[train]'" in done.stderr
+def test_no_example_but_the_packages_own_is_imported(strangers):
+    """Neither that of the working directory nor one on sys.path."""
+    modules = [COMMANDS[name][0] for name in EXAMPLE]
+    code = f"from moe_aiter.cli import imported\nfor m in {modules}: print(imported(m).__file__)"
+    done = run_in(strangers, [strangers / "examples", strangers, ROOT], "-c", code)
+    own = [f"{ROOT / 'examples'}/{module.replace('.', '/')}.py" for module in modules]
+    assert done.stdout.splitlines() == own and not (strangers / "mark").exists()
+
+
+def test_an_installed_package_says_where_the_example_is(strangers):
+    """A folder `examples` beside it is another package's."""
+    (strangers / "moe_aiter").mkdir()
+    for path in (ROOT / "moe_aiter").glob("*.py"):
+        shutil.copy(path, strangers / "moe_aiter")
+    program = "-m", "moe_aiter.cli"
+    for name in EXAMPLE:
+        done = run_in(strangers, [strangers], *program, name, *(["--help"] if name == "train" else []))
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"moe-aiter {name}: error: an installed package does not contain this")
+        assert "examples/language_model/" in done.stderr and "pip install -e '.[train]'" in done.stderr
+    listed = run_in(strangers, [strangers], *program, "--help").stdout
+    assert all(name in listed for name in EXAMPLE) and not (strangers / "mark").exists()
+
+
+@pytest.mark.parametrize("urls", [[], ["Changelog, https://x", "Source, https://example.org/moe_aiter"]])
+def test_the_address_of_the_source(urls, monkeypatch):
+    found = email.message.Message()
+    for url in urls:
+        found["Project-URL"] = url
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: found)
+    assert cli.repository() == ("https://example.org/moe_aiter" if urls else "its repository")
+
+
+def test_the_former_module_of_the_trainer_is_deprecated():
+    code = "from moe_aiter.training.report import OF_LAYERS; print(OF_LAYERS['entropy'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "entropy of the load, over log E\n"
+    assert "moe_aiter.training is deprecated: use examples/language_model/" in done.stderr
 
 
 WRONG = [
@@ -228,8 +200,7 @@ MODULES = ["-m", "moe_aiter.cli", "info"], ["-m", "moe_aiter", "info"]
 def test_a_wrong_setting_is_one_line_and_status_2(how, variable, text, message, tmp_path):
     """By the command, as a module and as installed, and by a program that imports the package."""
     (tmp_path / "moe-aiter").write_text("import sys\nfrom moe_aiter.cli import main\nsys.exit(main())\n")
-    root = Path(__file__).parents[1]
-    env = os.environ | {variable: text, "PYTHONPATH": str(root)}
+    env = os.environ | {variable: text, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"moe-aiter: error: {message}")
@@ -238,7 +209,7 @@ def test_a_wrong_setting_is_one_line_and_status_2(how, variable, text, message, 
 def test_a_program_can_catch_a_wrong_setting(tmp_path):
     """As a ValueError; other uncaught exceptions keep their traceback then."""
     code = "try:\n    import moe_aiter\nexcept ValueError as error:\n    print(error)\n1 / 0\n"
-    env = os.environ | {"AITER_DEFAULT_PRECISION": "FP7", "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"AITER_DEFAULT_PRECISION": "FP7", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout == "AITER_DEFAULT_PRECISION is 'FP7'; it takes FP16, BF16, TF32, FP32\n"
     assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")

@@ -14,7 +14,8 @@ REPOSITORY = pathlib.Path(__file__).parent.parent
 ROOT = REPOSITORY / "moe_aiter"
 FILES = sorted(ROOT.rglob("*.py"))
 BENCHMARKS = sorted(REPOSITORY.glob("benchmarks/*.py"))  # outside of the package
-TEST_FILES = sorted(REPOSITORY.glob("tests/**/*.py"))
+EXAMPLE = sorted(REPOSITORY.glob("examples/language_model/*.py"))
+TEST_FILES = sorted([*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("examples/*/tests/**/*.py")])
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "files", "private_api", "torch_ops"],
@@ -26,8 +27,9 @@ LEVELS = [
     ["layers"],
     ["distributed", "optim"],
     ["integrations"],
-    ["training", "bench"],
+    ["bench"],
     ["compat", "cli"],
+    ["training"],
 ]
 WINGS = [
     ["base"],
@@ -116,13 +118,13 @@ def imports(path):
                 yield tuple(rest.split(".")) if rest else (), names
 
 
-@every(FILES + BENCHMARKS + TEST_FILES + SOURCES)
+@every(FILES + BENCHMARKS + EXAMPLE + TEST_FILES + SOURCES)
 def test_file_length(path):
     lines = len(path.read_text().splitlines())
     assert lines <= FILE_LINES, f"{lines} lines"
 
 
-@every(FILES + BENCHMARKS)
+@every(FILES + BENCHMARKS + EXAMPLE)
 def test_function_size(path):
     for fn in functions(path):
         count = len(fn.args.posonlyargs + fn.args.args)
@@ -173,7 +175,7 @@ def test_only_config_reads_the_environment(path):
     assert path.stem == "config" or not used & readers
 
 
-@every_file
+@every(FILES + EXAMPLE)
 def test_private_names_stand_in_one_file(path):
     """bench/ may use them too: no product depends on it."""
     if path == ROOT / "private_api.py" or ROOT / "bench" in path.parents:
@@ -233,7 +235,7 @@ def test_only_one_file_imports_the_extension(path):
     assert not found or path == ROOT / "kernels" / "base" / "host.py"
 
 
-@every(FILES + TEST_FILES)
+@every(FILES + EXAMPLE + TEST_FILES)
 def test_nothing_is_swallowed_or_star_imported(path):
     for handler in nodes(path, ast.ExceptHandler):
         caught = ast.unparse(handler.type) if handler.type else "everything"

@@ -51,6 +51,7 @@ def test_messages_name_extras_that_exist():
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     call = r"""need\("[\w.]+", "(\w+)"\)|'\.\[(\w+)\]'"""
-    sources = *ROOT.glob("moe_aiter/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*")
-    named = {a or b for path in sources for a, b in re.findall(call, path.read_text())}
+    patterns = "moe_aiter/**/*.py", "benchmarks/*.py", "examples/**/*.py", "examples/*.ipynb"
+    sources = [path.read_text() for pattern in patterns for path in ROOT.glob(pattern)]
+    named = {a or b for text in sources for a, b in re.findall(call, text)}
     assert {"hf", "convert", "bench", "peft"} <= named <= extras.keys()

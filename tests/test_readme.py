@@ -67,7 +67,7 @@ def test_python(code, tmp_path):
 def test_bash(code, tmp_path):
     """Each line.  But `make` only says what it would do: CI runs `make test`, `make train` takes minutes.
 
-    What `make train` runs is tested in tests/training.
+    What `make train` runs is tested in examples/language_model/tests.
     """
     command = tmp_path / "moe-aiter"  # what installing the package puts on the path
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m moe_aiter.cli "$@"\n')

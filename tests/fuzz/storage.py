@@ -17,18 +17,23 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # the tests say `from hostile import ...`
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
+import test_readers
 import torch
-from hostile import error_of, no_file, pickles
-from test_readers import KINDS, READERS, STATE, STEP, TAKE_FOLDERS, make, write_state
+from hostile import KINDS, error_of, no_file, pickles
+from language_model.checkpoint import checkpoints, load_checkpoint, load_newest, step_of
+from language_model.metrics import read_metrics
+from language_model.model import Transformer
+from language_model.presets import PRESETS
+from language_model.tests import test_readers as of_runs
+from language_model.tests.test_readers import STATE, STEP, mend_sums, write_state
+from language_model.trainer import make_optimizer
 
 from moe_aiter import cli, files
-from moe_aiter.training.checkpoint import checkpoints, load_checkpoint, load_newest, step_of
-from moe_aiter.training.metrics import read_metrics
-from moe_aiter.training.model import Transformer
-from moe_aiter.training.presets import PRESETS
-from moe_aiter.training.trainer import make_optimizer
 
+READERS = test_readers.READERS | of_runs.READERS
+TAKE_FOLDERS = test_readers.TAKE_FOLDERS | of_runs.TAKE_FOLDERS
 RUN = pathlib.Path("long")
 START = "train", "--preset", "test", "--data", "text.txt", "--out", str(RUN), "--steps", "1000000"
 OFTEN = "--save-every", "2", "--val-every", "1000", "--sample-bytes", "0"
@@ -103,9 +108,7 @@ def attack(draw: random.Random) -> None:
     with no_file(kind, path) if kind != "file" else contextlib.nullcontext():
         if kind == "file":
             path.write_bytes(draw.choice(contents))
-            if (path.parent / STATE).exists() and path.name != STATE:
-                (path.parent / STATE).unlink()
-                write_state(path.parent, {"step": 1, "fingerprint": None})  # with sums that are right
+            mend_sums(path)
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             error = error_of(call, path)
     if os.path.lexists(path):
@@ -129,7 +132,8 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        make(pathlib.Path(folder))
+        for readers in (test_readers, of_runs):
+            readers.make(pathlib.Path(folder))
         pathlib.Path("text.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(2000)))
         second = pathlib.Path("run/checkpoints/step-00000002")
         files.shutil.copytree(STEP, second)

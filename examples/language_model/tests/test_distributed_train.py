@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.test_trainer import arguments, in_a_folder_of_its_own, train, wait_for_steps  # noqa: F401
+from language_model import UsageError, presets
+from language_model.checkpoint import checkpoints, read_state
+from language_model.command import LAUNCH, continued
+from language_model.metrics import read_metrics
+from language_model.presets import PRESETS
+from language_model.ranks import Ranks, check_ranks
+from language_model.sharded import largest_ep
+from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own, train, wait_for_steps  # noqa: F401
 
 from moe_aiter import cli
 from moe_aiter.config import Launch, interpret
-from moe_aiter.training import UsageError, presets
-from moe_aiter.training.checkpoint import checkpoints, read_state
-from moe_aiter.training.command import LAUNCH, continued
-from moe_aiter.training.metrics import read_metrics
-from moe_aiter.training.presets import PRESETS
-from moe_aiter.training.ranks import Ranks, check_ranks
-from moe_aiter.training.sharded import largest_ep
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -136,7 +136,7 @@ def start(*words: str, restarts: int = 0) -> subprocess.Popen:
     launcher += ["--max-restarts", str(restarts), "-m", "moe_aiter.cli", "train"]
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, *words],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

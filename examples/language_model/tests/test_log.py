@@ -4,10 +4,10 @@ import sys
 import types
 
 import pytest
-from training.test_trainer import arguments, in_a_folder_of_its_own, losses, train  # noqa: F401
+from language_model.metrics import LOGGERS
+from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own, losses, train  # noqa: F401
 
 from moe_aiter import cli
-from moe_aiter.training.metrics import LOGGERS
 
 
 class Logger:

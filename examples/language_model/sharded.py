@@ -15,14 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from ..distributed import (
+from moe_aiter.cli import summary
+from moe_aiter.distributed import (
     clip_grad_norm_,
     expert_mesh,
     parallelize,
     reduce_gradients,
     save_sharded,
 )
-from . import UsageError, summary
+
+from . import UsageError
 from .presets import TrainConfig
 from .ranks import Ranks
 

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-from moe_aiter.training import UsageError
-from moe_aiter.training.data import find_stdlib, held_out, load_corpus, train_batch, val_batch
+from language_model import UsageError
+from language_model.data import find_stdlib, held_out, load_corpus, train_batch, val_batch
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training.test_trainer import arguments, in_a_folder_of_its_own, losses, train  # noqa: F401
+from language_model import UsageError, presets, trainer
+from language_model.command import paced
+from language_model.metrics import read_metrics, truncate_metrics
+from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own, losses, train  # noqa: F401
 
 from moe_aiter import cli
 from moe_aiter.files import locked
-from moe_aiter.training import UsageError, presets, trainer
-from moe_aiter.training.command import paced
-from moe_aiter.training.metrics import read_metrics, truncate_metrics
 
 
 def test_the_runs_own_flags_may_be_given_again(monkeypatch):

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..files import read_bytes
+from moe_aiter.files import read_bytes
+
 from . import UsageError
 
 STDLIB_SKIPPED = {  # tests, programs, tables and installed packages: not the library's own prose

@@ -5,9 +5,8 @@ import time
 
 import pytest
 import torch
-
-from moe_aiter.training import UsageError
-from moe_aiter.training.metrics import Metrics, peak_flops, read_metrics, truncate_metrics
+from language_model import UsageError
+from language_model.metrics import Metrics, peak_flops, read_metrics, truncate_metrics
 
 
 def write(path, steps):

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import ONE_PROCESS, Launch, SettingError, launch
-from ..op import BackendError
-from . import UsageError, out_of_memory, summary
+from moe_aiter.cli import out_of_memory, summary
+from moe_aiter.config import ONE_PROCESS, Launch, SettingError, launch
+from moe_aiter.op import BackendError
+
+from . import UsageError
 from .presets import TrainConfig
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of a rank that waits for the others

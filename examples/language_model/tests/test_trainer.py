@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from language_model import UsageError, presets, trainer
+from language_model.checkpoint import checkpoints
+from language_model.command import add_arguments, main
+from language_model.metrics import read_metrics
+from language_model.trainer import MONITORED
 
 from moe_aiter import cli, load_statistics
-from moe_aiter.training import UsageError, presets, trainer
-from moe_aiter.training.checkpoint import checkpoints
-from moe_aiter.training.command import add_arguments, main
-from moe_aiter.training.metrics import read_metrics
-from moe_aiter.training.trainer import MONITORED
 
 for module in ("tqdm", "safetensors", "matplotlib"):
     pytest.importorskip(module)
@@ -68,7 +68,7 @@ def start(*words: str) -> subprocess.Popen:
     with hangups(signal.SIG_DFL):
         return subprocess.Popen(
             [sys.executable, "-m", "moe_aiter.cli", "train", *words],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-
-from moe_aiter.training import UsageError
-from moe_aiter.training.presets import PRESETS, TrainConfig, add_flags, flag, flag_values, make_config
+from language_model import UsageError
+from language_model.presets import PRESETS, TrainConfig, add_flags, flag, flag_values, make_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 

@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
-
-from moe_aiter.training.model import Transformer
-from moe_aiter.training.presets import PRESETS
-from moe_aiter.training.trainer import learning_rate, make_optimizer
+from language_model.model import Transformer
+from language_model.presets import PRESETS
+from language_model.trainer import learning_rate, make_optimizer
 
 CONFIG = dataclasses.replace(PRESETS["test"], steps=100, warmup=0.1, lr=2.0, min_lr=0.25)
 

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..files import UNFINISHED, drafted_folder, is_name, opened, plain, read_json, remove, sync
-from . import UsageError, need, out_of_memory, summary
+from moe_aiter.cli import out_of_memory, summary
+from moe_aiter.files import UNFINISHED, drafted_folder, is_name, opened, plain, read_json, remove, sync
+
+from . import UsageError, need
 from .ranks import ALONE, Ranks
 
 STEP = re.compile(r"step-(\d+)")
@@ -110,7 +112,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, r
             state = read_state(path)
     with ranks.together(), damages_named(path):
         if sharded:
-            from ..distributed import load_sharded
+            from moe_aiter.distributed import load_sharded
 
             load_sharded(path, model, optimizer)
         elif ranks.size > 1:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import MoE
+from moe_aiter import MoE
+
 from .presets import TrainConfig
 
 VOCAB = 256

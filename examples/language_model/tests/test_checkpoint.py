@@ -9,10 +9,8 @@ import shutil
 
 import pytest
 import torch
-
-from moe_aiter import files
-from moe_aiter.training import UsageError, checkpoint
-from moe_aiter.training.checkpoint import (
+from language_model import UsageError, checkpoint
+from language_model.checkpoint import (
     RANDOM,
     checkpoints,
     load_checkpoint,
@@ -22,9 +20,11 @@ from moe_aiter.training.checkpoint import (
     save_checkpoint,
     state_sum,
 )  # fmt: skip
-from moe_aiter.training.model import Transformer
-from moe_aiter.training.presets import PRESETS
-from moe_aiter.training.trainer import make_optimizer
+from language_model.model import Transformer
+from language_model.presets import PRESETS
+from language_model.trainer import make_optimizer
+
+from moe_aiter import files
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 save_file = pytest.importorskip("safetensors.torch").save_file

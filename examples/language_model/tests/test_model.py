@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-
-from moe_aiter.training.model import Transformer, active_params, attend, flops_per_token, rotary, rotate
-from moe_aiter.training.presets import PRESETS
+from language_model.model import Transformer, active_params, attend, flops_per_token, rotary, rotate
+from language_model.presets import PRESETS
 
 CONFIG = PRESETS["test"]
 DENSE = dataclasses.replace(CONFIG, dense=True)

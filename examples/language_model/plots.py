@@ -4,7 +4,8 @@ import collections
 import math
 from pathlib import Path
 
-from ..files import drafted
+from moe_aiter.files import drafted
+
 from . import UsageError, need
 from .metrics import read_metrics, with_load
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from ..files import drafted, read_json
-from ..routing.losses import load_statistics
-from . import UsageError, summary
+from moe_aiter import load_statistics
+from moe_aiter.cli import summary
+from moe_aiter.files import drafted, read_json
+
+from . import UsageError
 from .metrics import damaged, is_number, with_load
 from .plots import draw_load, draw_loss, name, new_figure, refuse_existing, rows_of
 

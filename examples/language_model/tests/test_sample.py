@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.test_trainer import arguments, in_a_folder_of_its_own, train  # noqa: F401
+from language_model.model import Transformer, generate, readable
+from language_model.presets import PRESETS
+from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own, train  # noqa: F401
 
 from moe_aiter import cli
-from moe_aiter.training.model import Transformer, generate, readable
-from moe_aiter.training.presets import PRESETS
 
 
 @pytest.fixture

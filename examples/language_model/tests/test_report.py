@@ -9,12 +9,12 @@ import re
 
 import pytest
 import torch
+from language_model.report import OF_LAYERS, page
 
 from moe_aiter import cli, load_statistics
-from moe_aiter.training.report import OF_LAYERS, page
 
 pytest.importorskip("matplotlib")
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 VOID = {"meta", "img"}
 
 

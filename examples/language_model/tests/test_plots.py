@@ -4,9 +4,9 @@ import math
 import pathlib
 
 import pytest
+from language_model.plots import plot_load, plot_loss, smooth
 
 from moe_aiter import cli
-from moe_aiter.training.plots import plot_load, plot_loss, smooth
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 Axes = pytest.importorskip("matplotlib.axes").Axes

@@ -5,7 +5,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..files import drafted, sync
-from ..layers import LayerStatistics, LiveTable, Monitor
-from ..layers.experts import local_part
-from ..routing.losses import load_balance_loss, load_statistics, z_loss
+from moe_aiter import LayerStatistics, LiveTable, Monitor, load_balance_loss, load_statistics, z_loss
+from moe_aiter.files import drafted, sync
+
 from . import UsageError, need
 from .checkpoint import load_newest, save_checkpoint
 from .data import load_corpus, train_batch, val_batch
@@ -74,10 +73,10 @@ class Trainer:
                     text = f"{self.run} ended because {lost[0]}, and the same steps follow: {TO_MEND}"
                     print(f"moe-aiter train: warning: {text}", file=sys.stderr)
 
-    def train(self, log: object = None) -> int:
+    def train(self, log: Callable | None = None) -> int:
         """Run the steps that are left; returns the exit status, 0 unless a signal stopped it.
 
-        `log` takes the numbers of each step; see `Monitor.log` for its kinds.
+        `log(numbers, step=)` takes the numbers of each step.
         """
         config, ranks = self.config, self.ranks
         flops = flops_per_token(self.model, config) * config.tokens_per_step
@@ -128,7 +127,7 @@ class Trainer:
     def check(self, rows: list[dict], saves: bool) -> None:
         """End the run, on all ranks, at the first loss, or weight that would be saved, that is no number."""
         lost = lost_numbers(rows)
-        finite = not saves or all(local_part(weight).isfinite().all() for weight in self.model.parameters())
+        finite = not saves or all(own_part(weight).isfinite().all() for weight in self.model.parameters())
         if any(self.ranks.largest(not finite)):
             lost.append(f"a weight is not finite at step {self.step}")
         if lost:
@@ -292,6 +291,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     share = config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * share
+
+
+def own_part(weight: Tensor) -> Tensor:
+    """Return the part of a shared weight that this rank has, and another weight as it is."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def lost_numbers(rows: list[dict]) -> list[str]:

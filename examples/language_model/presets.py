@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
-from ..config import ONE_PROCESS, Launch, threads_are_given
-from ..files import drafted, read_json, read_text
-from ..kernels.experts.fp8 import RECIPES
-from . import UsageError, summary
+from moe_aiter.cli import summary
+from moe_aiter.config import ONE_PROCESS, Launch
+from moe_aiter.files import drafted, read_json, read_text
 
+from . import UsageError
+
+RECIPES = "e4m3", "e5m2", "e4m3_all", "e5m2_all", "block"  # of MoE's fp8=
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RESUMABLE = (  # what may change when a run is resumed
     "steps", "decay_steps", "val_every", "save_every", "log_every", "device", "threads", "compile",
@@ -246,7 +248,7 @@ def set_threads(config: TrainConfig, launch: Launch = ONE_PROCESS) -> None:
     most, processes = torch.get_num_threads(), launch.local_world
     if config.threads:
         torch.set_num_threads(config.threads)
-    elif config.device == "cpu" and not threads_are_given() and (LOADS.exists() or processes > 1):
+    elif config.device == "cpu" and "OMP_NUM_THREADS" not in os.environ and (LOADS.exists() or processes > 1):
         free = os.cpu_count()
         if LOADS.exists():
             load, *_, tasks, _ = read_text(LOADS).split()

@@ -7,16 +7,17 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..files import drafted, opened, read_text
-from ..layers import LayerStatistics
-from ..layers.monitor import scalars_of, writer_of
-from . import UsageError, need, summary
+from moe_aiter import LayerStatistics
+from moe_aiter.cli import summary
+from moe_aiter.files import drafted, opened, read_text
+
+from . import UsageError, need
 
 NUMBERS = "loss", "val_loss", "val_bits_per_byte", "seconds"  # fields that a resumed run reads
 LOGGERS = "tensorboard", "wandb", "trackio"  # packages, each of which is also an extra
@@ -106,19 +107,23 @@ def damaged(key: str, row: dict, wanted: str) -> UsageError:
 
 
 @contextlib.contextmanager
-def opened_log(name: str | None, run: Path, settings: dict, step: int) -> Iterator[object]:
-    """Open a logger for the steps after `step`, and close the logger at the end of the block."""
+def opened_log(name: str | None, run: Path, settings: dict, step: int) -> Iterator[Callable | None]:
+    """Open a logger for the steps after `step`, yield its `write(numbers, step=)`, close it at the end."""
     if name is None:
         yield None
         return
     if name == "tensorboard":
         log = need("torch.utils.tensorboard").SummaryWriter(run / name, purge_step=step + 1)
         close = log.close
+
+        def write(numbers: dict, step: int) -> None:
+            for key, value in numbers.items():
+                log.add_scalar(key, value, step)
     else:
         log = start_log(name, run, settings)
-        close = log.finish
+        write, close = log.log, log.finish
     try:
-        yield log
+        yield write
     finally:
         close()
 
@@ -134,12 +139,11 @@ def start_log(name: str, run: Path, settings: dict):
         raise UsageError(f"--log {name}: {summary(error)}") from error
 
 
-def log_rows(log: object, rows: list[dict], layers: dict[str, LayerStatistics]) -> None:
-    """Pass the numbers of each row to the logger, with the last row those of each MoE layer."""
-    write = writer_of(log)
-    of_layers = {f"moe/{name}": value for name, value in scalars_of(layers).items()}
+def log_rows(write: Callable, rows: list[dict], layers: dict[str, LayerStatistics]) -> None:
+    """Pass the numbers of each row to a logger's `write`, with the last row those of each MoE layer."""
+    of_layers = {f"moe/{name}/{k}": v for name, layer in layers.items() for k, v in layer.scalars().items()}
     for row in (*rows[:-1], rows[-1] | of_layers):
-        write({k: v for k, v in row.items() if k != "step" and is_number(v)}, row["step"])
+        write({k: v for k, v in row.items() if k != "step" and is_number(v)}, step=row["step"])
 
 
 def truncate_metrics(path: Path, step: int) -> list[dict]:

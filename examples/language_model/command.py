@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..config import repeatable_cublas
-from ..files import UNFINISHED, drafted, locked, read_text, remove
+from moe_aiter.files import UNFINISHED, drafted, locked, read_text, remove
+
 from . import UsageError, need
 from .checkpoint import checkpoints, step_of
 from .metrics import LOGGERS, opened_log, read_metrics
@@ -119,7 +119,8 @@ def finish(trainer: Trainer, logger: str | None) -> int:
 
 def repeat_on_gpu() -> None:
     """Two runs give the same losses; by itself the backward pass of torch's attention would not repeat."""
-    repeatable_cublas()  # torch's deterministic mode insists on it
+    # before the first product: torch's deterministic mode insists on it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
