@@ -59,10 +59,11 @@ train: $(READY)
 	$(PY) -m $(strip $(if $(filter-out 1,$(NPROC)),$(TORCHRUN)) moe_aiter.cli) train $(ARGS)
 
 # 5: ARGS has chosen no test that the interpreter runs
+LESS = $(if $(FULL),, and not full)
 test: $(READY)
 	@status=0; \
 	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || $(if $(ARGS),[ $$? -eq 5 ] ||) status=1; \
-	echo "Everything, with C++ and torch:"; $(PYTEST) -m "not gpu" $(ARGS) || status=1; \
+	echo "Everything, with C++ and torch:"; $(PYTEST) -m "not gpu$(LESS)" $(ARGS) || status=1; \
 	exit $$status
 
 # one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
@@ -70,11 +71,12 @@ MANY_PROCESSES = $(addprefix tests/,test_compile.py test_compile_ones.py test_re
 	integrations/test_examples.py layers/test_fsdp.py) \
 	$(addprefix examples/language_model/tests/test_,trainer.py distributed_train.py)
 test-quick: $(READY)
-	$(PYTEST) --cases one $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
+	$(PYTEST) --cases one -m "not full" $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
 
-# every combination of parameters, where `make test` takes each pair of values, and every case that is only compiled
+# every combination of parameters, where `make test` takes each pair of values, every case that is only compiled, and the tests
+# that are marked `full`
 test-full:
-	$(MAKE) test ARGS="--cases all $(ARGS)"
+	$(MAKE) test FULL=1 ARGS="--cases all $(ARGS)"
 
 # what needs a GPU; `make test` runs the rest
 test-gpu: $(READY)

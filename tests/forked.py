@@ -19,7 +19,7 @@ SLOW = ["torch._dynamo", "torch.distributed.fsdp", "moe_aiter.cli", "transformer
 
 def environment() -> dict[str, str]:
     """That of a user: without the settings of the tests, nor those of a make that runs them."""
-    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS", "NPROC"}
+    hidden = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS", "VENV", "PYTHON", "ARGS", "NPROC", "FULL"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in hidden}
     return kept | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
 

@@ -9,6 +9,8 @@ from test_cli import one_line
 
 from moe_aiter.cli import main
 
+pytestmark = pytest.mark.full
+
 
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
     assert main(["train", "--preset", "test", "--data", str(tmp_path / "none")]) == 2

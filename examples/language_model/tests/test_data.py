@@ -5,6 +5,8 @@ import torch
 from language_model import UsageError
 from language_model.data import find_stdlib, held_out, load_corpus, train_batch, val_batch
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def folder(tmp_path):

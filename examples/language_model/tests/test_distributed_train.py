@@ -26,6 +26,7 @@ from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own,
 from moe_aiter import cli
 from moe_aiter.config import Launch, interpret
 
+pytestmark = pytest.mark.full
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 for module in ("tqdm", "safetensors", "matplotlib"):

@@ -9,6 +9,8 @@ from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own,
 
 from moe_aiter import cli
 
+pytestmark = pytest.mark.full
+
 
 class Logger:
     """What a run of W&B, a run of trackio or a SummaryWriter gets."""

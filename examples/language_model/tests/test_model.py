@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from language_model.model import Transformer, active_params, attend, flops_per_token, rotary, rotate
 from language_model.presets import PRESETS
 
+pytestmark = pytest.mark.full
 CONFIG = PRESETS["test"]
 DENSE = dataclasses.replace(CONFIG, dense=True)
 

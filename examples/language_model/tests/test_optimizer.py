@@ -7,6 +7,7 @@ from language_model.model import Transformer
 from language_model.presets import PRESETS
 from language_model.trainer import learning_rate, make_optimizer
 
+pytestmark = pytest.mark.full
 CONFIG = dataclasses.replace(PRESETS["test"], steps=100, warmup=0.1, lr=2.0, min_lr=0.25)
 
 

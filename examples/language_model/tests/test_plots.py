@@ -8,6 +8,7 @@ from language_model.plots import plot_load, plot_loss, smooth
 
 from moe_aiter import cli
 
+pytestmark = pytest.mark.full
 matplotlib_image = pytest.importorskip("matplotlib.image")
 Axes = pytest.importorskip("matplotlib.axes").Axes
 

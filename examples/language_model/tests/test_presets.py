@@ -9,6 +9,7 @@ import torch
 from language_model import UsageError
 from language_model.presets import PRESETS, TrainConfig, add_flags, flag, flag_values, make_config
 
+pytestmark = pytest.mark.full
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 

@@ -69,6 +69,7 @@ def write(run, lines, settings=None):
     return run
 
 
+@pytest.mark.full
 def report(run, *words):
     return cli.main(["report", str(run), *words])
 
@@ -103,6 +104,7 @@ def test_a_page_asks_nothing_of_the_network(tmp_path):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_runs_of_before_there_was_a_monitor(kind, tmp_path):
     """What their counts tell of the layers is there all the same."""
@@ -120,6 +122,7 @@ def test_runs_of_before_there_was_a_monitor(kind, tmp_path):
         assert len(table) == 4 and len(table[0]) == 4
 
 
+@pytest.mark.full
 def test_text_of_a_run_is_text(tmp_path):
     name = "<b>run</b> & $x"
     text = page(name, rows(), {"<script>": "</table><script>alert(1)</script>", "quote": '"'})
@@ -167,6 +170,8 @@ def test_settings_of_any_size(tmp_path):
     assert str(10**400) in (run / "report.html").read_text()
 
 
+@pytest.mark.full
+@pytest.mark.full
 @pytest.mark.parametrize(
     "lines",
     [

@@ -13,6 +13,8 @@ from language_model.tests.test_trainer import arguments, in_a_folder_of_its_own,
 
 from moe_aiter import cli
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def model():

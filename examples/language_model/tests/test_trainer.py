@@ -82,6 +82,7 @@ def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_a_run_leaves_everything_and_learns(capsys):
     assert train(*arguments("--out", "run", "--steps", "60")) == 0
     assert capsys.readouterr().out.endswith("; see run/report.html\n")
@@ -107,6 +108,7 @@ def test_a_run_leaves_everything_and_learns(capsys):
     assert json.loads((run / "config.json").read_text())["steps"] == 60
 
 
+@pytest.mark.full
 def test_layers_are_written_when_the_steps_are():
     """Of all steps since the last time."""
     assert train(*arguments("--out", "run", "--log-every", "4", "--steps", "8")) == 0
@@ -115,6 +117,7 @@ def test_layers_are_written_when_the_steps_are():
     assert rows[3]["entropy"] != load_statistics(torch.tensor(rows[3]["load"])).entropy.tolist()
 
 
+@pytest.mark.full
 def test_a_live_table_in_place_of_the_bar(capsys):
     pytest.importorskip("rich")
     assert train(*arguments("--out", "run", "--live")) == 0
@@ -219,6 +222,7 @@ def test_a_run_with_a_damaged_checkpoint_and_a_cut_line_goes_on(capsys):
     assert losses("broken") == losses("whole")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", ["all", "last"])
 def test_a_finished_run_without_its_metrics_has_a_sample_still(lost, capsys):
     assert train(*arguments("--out", "run", "--steps", "3")) == 0
@@ -261,7 +265,10 @@ def test_a_new_run_does_not_mix_with_what_is_left_of_another(part):
         train(*arguments("--out", "run"))
 
 
-STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+STOPS = [(signal.SIGINT, 130)]
+STOPS += [
+    pytest.param(*stop, marks=pytest.mark.full) for stop in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))
+]
 
 
 @pytest.mark.parametrize("number, status", STOPS)
@@ -282,6 +289,8 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     assert_as_unbroken("run", steps="4000", save_every="4000")
 
 
+@pytest.mark.full
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, loads, given, expected",
     [
@@ -315,6 +324,7 @@ def test_nohup_keeps_a_run_going():
         assert stop.status == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.full
 def test_the_first_checkpoint_comes_early(monkeypatch):
     """One more than the later ones, and the same losses."""
     assert train(*arguments("--out", "late")) == 0
@@ -325,6 +335,7 @@ def test_the_first_checkpoint_comes_early(monkeypatch):
     assert saved == [1, 10, 20] and losses("early") == losses("late")
 
 
+@pytest.mark.full
 def test_a_second_interrupt_does_not_wait_for_the_step():
     process = start(*arguments("--out", "run", "--layers", "300"))  # a step of seconds
     wait_for_steps("run", 1, process)
