@@ -85,15 +85,7 @@ Float = Annotated[Tensor, "float"]  # of any floating dtype
 Extra = Annotated[Tensor, "extra"]  # the same, and all its axes are those of other fields
 Float8 = Annotated[Tensor, "float8"]  # an 8-bit float with infinities or NaN, as the OCP defines it
 Index = Annotated[Tensor, "index"]  # int32 or int64
-KINDS = (
-    "written",
-    "operand",
-    "float",
-    "extra",
-    "float8",
-    "index",
-    None,
-)  # all other notes of a field are axes
+KINDS = ("written", "operand", "float", "extra", "float8", "index", None)  # all other notes name axes
 
 
 def check_fields(i: tuple) -> dict[str, int]:
@@ -121,7 +113,8 @@ def check_fields(i: tuple) -> dict[str, int]:
         if t.dtype not in OCP:
             raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
     check_index(**of("index"))
-    check_device(**{name: t for name, (t, _) in given.items() if isinstance(t, Tensor)})
+    fields = sorted(given.items(), key=lambda field: "written" in field[1][1])  # what is read has the device
+    check_device(**{name: t for name, (t, _) in fields if isinstance(t, Tensor)})
     return sizes
 
 
