@@ -564,6 +564,11 @@ def extended(name: str, inputs: type, **fields: Any) -> Any:
     return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
 
 
+def preceded(name: str, inputs: type, **fields: Any) -> Any:
+    """Return a NamedTuple with `fields`, and behind them the fields of another."""
+    return NamedTuple(name, [*(fields | get_type_hints(inputs, include_extras=True)).items()])
+
+
 def saving(save: Function, kind: type[Inputs]) -> Function:
     """Return `save(ctx, i, output)` as torch calls it, with the fields of the NamedTuple `kind`."""
     return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)

@@ -274,10 +274,10 @@ def tuned_gemm(
         return of_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     if x_scale is not None or w_scale is not None or out_scale is not None:
         return scaled_product(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
-    return multiplied(x, weight, bias, out_dtype, is_shuffled)
+    return product_of(x, weight, bias, out_dtype, is_shuffled)
 
 
-def multiplied(
+def product_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, is_shuffled: bool | None,
     scaled: torch.dtype | None = None,  # the dtype of a result that is scaled after this
 ) -> Tensor:  # fmt: skip
@@ -309,7 +309,7 @@ def multiplied(
     if is_shuffled:
         if backend == "triton" and bias is None and not needs_gradient(x, weight) and not is_transformed():
             return as_it_lies(x, weight)
-        return multiplied(x, usual_order(weight), bias, dtype, False, scaled)
+        return product_of(x, usual_order(weight), bias, dtype, False, scaled)
     if backend != TORCHS_OWN:
         return by_op(x, weight, bias, dtype, scaled, backend)
     if any_autocast():
@@ -430,7 +430,7 @@ def scaled_product(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | No
     )
     dtype = dtype or x.dtype
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
-    out = multiplied(x, weight, None, wide, is_shuffled, dtype)
+    out = product_of(x, weight, None, wide, is_shuffled, dtype)
     for one in factors:
         out = out if one is None else out * one
     out = out if bias is None else out + bias

@@ -17,12 +17,11 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, gradients, pick, takes
+from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, gradients, pick, preceded, takes
 from ...tuning.aiter_json import tile_of
 from ...tuning.candidates import Config
 from .. import hopper
 from ..base.check import (
-    FLOATS,
     Float,
     Index,
     Operand,
@@ -31,6 +30,7 @@ from ..base.check import (
     check_existing,
     check_fields,
     check_flags,
+    check_floating,
     check_own_memory,
     check_plan_values,
     check_shape,
@@ -212,9 +212,7 @@ def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
     size = check_fields(i)
     G, N = size["G"], size["N"]
     check_size("group_sizes is ({},)", size["groups"], "rhs is (G={}, K, N)", G)
-    if i.bias is not None and (i.bias.shape != (G, N) or i.bias.dtype not in FLOATS):
-        found = f"{i.bias.dtype} {tuple(i.bias.shape)}"
-        raise ValueError(f"bias must be floating (G={G}, N={N}), but it is {found}")
+    check_floating("bias", i.bias, (G, N), f"(G={G}, N={N})")
 
 
 def new_gmm(i: GroupedInputs) -> Tensor:
@@ -224,13 +222,8 @@ def new_gmm(i: GroupedInputs) -> Tensor:
 
 def check_gmm_into(i: GroupedIntoInputs) -> None:
     check_gmm(i)
-    out, expected = i.existing_out, (i.lhs.shape[0], i.rhs.shape[2])
-    if out.shape != expected or out.dtype not in FLOATS:
-        raise ValueError(
-            f"existing_out must be floating (M, N) = {tuple(expected)}, "
-            f"but it is {out.dtype} {tuple(out.shape)}"
-        )
-    check_own_memory("existing_out", out)
+    check_floating("existing_out", i.existing_out, (i.lhs.shape[0], i.rhs.shape[2]), "(M, N) = {}")
+    check_own_memory("existing_out", i.existing_out)
 
 
 @binds
@@ -467,22 +460,12 @@ gmm_unpermute_op = define_op(
 # gmm_unpermute_add: `gmm_unpermute` for the rows of another window
 
 
-class GmmUnpermuteAddInputs(NamedTuple):
+class GmmUnpermuteAddInputs(preceded("GmmUnpermuteAddInputs", GmmUnpermuteInputs, out=Written)):
     """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute` for the tokens that have rows.
 
     Other tokens are neither read nor written.  If a rank of a token is ELSEWHERE, the sum is added to what
-    `out` holds for this token.  Each sum is rounded to the dtype of `out`.
+    `out` (T, N), contiguous, holds for this token.  Each sum is rounded to the dtype of `out`.
     """
-
-    out: Written  # (T, N), contiguous
-    x: Tensor
-    w: Tensor
-    group_sizes: Tensor
-    bias: Tensor | None
-    order: Tensor
-    rank: Tensor
-    routing_weights: Tensor | None
-    row_bytes: int | torch.SymInt
 
     def product(self) -> GmmUnpermuteInputs:
         _, *inputs = self

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import Written, binds, define_inplace_op, define_op, gradients, takes
+from ...op import Written, binds, define_inplace_op, define_op, gradients, preceded, takes
 from .. import hopper
 from ..base.check import (
     FLOATS,
@@ -63,16 +63,8 @@ class SegmentInputs(NamedTuple):
     weight_indices: Tensor | None  # (B,)
 
 
-class SegmentOutInputs(NamedTuple):
-    """The inputs of the op `segment_gmm_out`: `segment_gmm` into a tensor that is there."""
-
-    out: Written  # (M, N)
-    x: Annotated[Tensor, "M, K"]
-    w: Annotated[Tensor, "W, K, N"]
-    lens: Tensor | None  # (B,), or
-    indptr: Tensor | None  # (B + 1,)
-    weight_indices: Tensor | None  # (B,)
-
+# the inputs of the op `segment_gmm_out`: `segment_gmm` into a tensor (M, N) that is there
+SegmentOutInputs = preceded("SegmentOutInputs", SegmentInputs, out=Written)
 
 SHORT_K = 64  # sums that a program makes in one step
 PART_K = 512  # of a sum over K that is shared among programs, the least that each takes

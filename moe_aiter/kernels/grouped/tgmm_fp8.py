@@ -19,14 +19,14 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, fill
+from ...op import Written, binds, define_inplace_op, define_op, extended, fill, preceded
 from .. import hopper
-from ..base.check import Index, check_fields, check_plan_values, check_rows, take_rows
+from ..base.check import Float8, Index, check_fields, check_plan_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.tile import BLOCK, column_slices
 from ..quantize.blocks import quantize_row_blocks, rows_of_blocks, transpose_row_blocks
-from ..quantize.rows import FORMATS, check_float32, dequantize_rows
+from ..quantize.rows import check_float32, dequantize_rows
 from .tgmm import MOST, TgmmInputs, check_sum, tgmm_into_op
 
 
@@ -40,12 +40,12 @@ class RowBlocks(NamedTuple):
     dtype: torch.dtype | None  # of y
 
 
-class TgmmFp8Inputs(NamedTuple):
-    """The inputs of the op `tgmm_fp8`: out[g] = the sum of x[order[r] // top_k] outer y[r] of g."""
+class TgmmFp8Operands(NamedTuple):
+    """The inputs of both ops below: out[g] = the sum of x[order[r] // top_k] outer y[r] of g."""
 
-    x8: Tensor  # (T, K)
+    x8: Annotated[Float8, "T, K"]
     factor: Tensor  # (T,), the scales of the rows of x8
-    y8: Annotated[Tensor, "C, N, ROW_BLOCK"]
+    y8: Annotated[Float8, "C, N, ROW_BLOCK"]
     y_scale: Annotated[Tensor, "C, N"]
     spans: Annotated[Tensor, "G, 3"]
     row_blocks: Annotated[Tensor, "C, 2"]
@@ -54,24 +54,11 @@ class TgmmFp8Inputs(NamedTuple):
     order: Annotated[Index, "M"]
     top_k: int
     x_bytes: int | torch.SymInt  # the most for a slice of the columns of x
-    columns_first: bool  # return (G, N, K), else (G, K, N)
 
 
-class TgmmFp8IntoInputs(NamedTuple):
-    """The inputs of the op `tgmm_fp8_into`: `tgmm_fp8`, added to a tensor that is there."""
-
-    existing_out: Written  # (G, K, N)
-    x8: Tensor  # (T, K)
-    factor: Tensor  # (T,)
-    y8: Annotated[Tensor, "C, N, ROW_BLOCK"]
-    y_scale: Annotated[Tensor, "C, N"]
-    spans: Annotated[Tensor, "G, 3"]
-    row_blocks: Annotated[Tensor, "C, 2"]
-    dtype: torch.dtype | None
-    group_sizes: Annotated[Index, "G"]
-    order: Annotated[Index, "M"]
-    top_k: int
-    x_bytes: int | torch.SymInt
+# `tgmm_fp8`, which returns (G, N, K) with columns_first, else (G, K, N), and `tgmm_fp8_into`, which adds it
+TgmmFp8Inputs = extended("TgmmFp8Inputs", TgmmFp8Operands, columns_first=bool)
+TgmmFp8IntoInputs = preceded("TgmmFp8IntoInputs", TgmmFp8Operands, existing_out=Written)
 
 
 # reference
@@ -148,11 +135,8 @@ def shape_of_tgmm_fp8(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[int, int, i
     """(G, K, N), once the inputs fit together."""
     check_rows("x8", i.x8, "K", i.order, i.top_k, i.order.shape[0])
     size = check_fields(i)
-    for name, t in (("x8", i.x8), ("y8", i.y8)):
-        if t.dtype not in FORMATS.values():
-            raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
     check_float32("factor", i.factor, i.x8.shape[0])
-    return size["G"], i.x8.shape[1], size["N"]
+    return size["G"], size["K"], size["N"]
 
 
 def check_tgmm_fp8_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
