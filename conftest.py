@@ -16,7 +16,7 @@ from pairwise import fewest
 from moe_aiter.config import interpret, settings
 from moe_aiter.op import ORDER
 
-TESTS = pathlib.Path(__file__).parent / "tests"
+KERNELS = pathlib.Path(__file__).parent / "tests" / "kernels"
 GPU = torch.cuda.is_available() and not interpret
 MUCH = 2 * 2**30  # bytes
 DEVICES = [torch.device("cpu")]
@@ -51,45 +51,62 @@ def pytest_addoption(parser):
     parser.addoption("--cases", choices=["one", "pairs", "all"], default="pairs", help=f"{words} [pairs]")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m interpret`, read only the files that may have such tests: importing all takes longer."""
+    if config.getoption("markexpr") == "interpret" and collection_path.name.startswith("test_"):
+        marked = KERNELS in collection_path.parents or "mark.interpret" in collection_path.read_text("utf-8")
+        return None if marked else True
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """Make the chosen cases only: most combinations of parameters are not run, and making them takes time."""
+    yield
+    calls, mark = metafunc._calls, metafunc.definition.get_closest_marker
+    present = [c for c in calls if not absent(metafunc.definition, c)]
+    cases = metafunc.config.getoption("--cases")
+    if cases == "one" or (cases == "pairs" and mark("pairwise")):
+        present = chosen(present, cases)
+    calls[:] = present or calls[:1]  # without any, pytest would make a test that lacks its parameters
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if TESTS / "kernels" in item.path.parents:
+        if KERNELS in item.path.parents:
             item.add_marker(pytest.mark.interpret)
         if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU that Triton can use"))
-    kept = chosen([item for item in items if not absent(item)], config.getoption("--cases"))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    left_out = [item for item in items if absent(item, getattr(item, "callspec", None))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
-def absent(item: pytest.Item) -> bool:
-    """Whether this case cannot run here: no such backend, or none that computes this dtype."""
-    if interpret and (item.get_closest_marker("gpu") or item.get_closest_marker("no_interpreter")):
+def absent(test: pytest.Item, call) -> bool:
+    """Whether this test, or this call of it, cannot run here: no such backend, or none that computes this dtype."""
+    marks = {mark.name for mark in (*test.iter_markers(), *(call.marks if call else ()))}
+    if interpret and marks & {"gpu", "no_interpreter"}:
         return True
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    backend, device, dtype = map(params.get, ("backend", "device", "dtype"))
-    if backend is None or device is None or TESTS / "kernels" not in item.path.parents:
+    backend, device, dtype = map(call.params.get if call else {}.get, ("backend", "device", "dtype"))
+    if backend is None or device is None or KERNELS not in test.path.parents:
         return False
-    if backend == "host" and (dtype == torch.float16 or item.get_closest_marker("no_host")):
+    if backend == "host" and (dtype == torch.float16 or "no_host" in marks):
         return True
     # the interpreter cuts bfloat16 off instead of rounding it
     return backend not in ("auto", *ORDER[device.type]) or (interpret and dtype == torch.bfloat16)
 
 
-def chosen(items: list[pytest.Item], cases: str) -> set[pytest.Item]:
-    """The tests that run: of each function the first, or of those marked pairwise each pair, or all."""
-    kept, groups = set(), {}
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if cases == "all" or (cases == "pairs" and not item.get_closest_marker("pairwise")):
-            kept.add(item)
-        elif not item.get_closest_marker("skip"):
-            where = params.get("device"), params.get("backend") if cases == "pairs" else None
-            groups.setdefault((item.parent.nodeid, item.originalname, *where), []).append(item)
+def chosen(calls: list, cases: str) -> list:
+    """Of one test's calls the first on each device, or with each backend those that have each pair of values."""
+    groups = {}
+    for call in calls:
+        where = call.params.get("device"), call.params.get("backend") if cases == "pairs" else None
+        groups.setdefault(where, []).append(call)
+    kept = set()
     for group in groups.values():
-        numbers = [0] if cases == "one" else fewest([item.callspec.params for item in group])
-        kept.update(group[i] for i in numbers)
-    return kept
+        numbers = [0] if cases == "one" else fewest([call.params for call in group])
+        kept.update(id(group[i]) for i in numbers)
+    return [call for call in calls if id(call) in kept]
 
 
 @pytest.fixture(params=DEVICES, ids=lambda device: device.type)

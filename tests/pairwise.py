@@ -1,5 +1,6 @@
 """Of all combinations of a test's parameters, a few in which every pair of values occurs."""
 
+import heapq
 import itertools
 
 
@@ -14,8 +15,16 @@ def fewest(combinations: list[dict]) -> list[int]:
 def covering(sets: list[set], costs: list[int]) -> list[int]:
     """Return the numbers of sets that hold all elements: first those with most new ones for their cost."""
     missing, chosen = set().union(*sets), []
+    # gains only shrink, so the first whose gain is up to date is the best
+    best_first = [(-len(elements) / cost, i) for i, (elements, cost) in enumerate(zip(sets, costs, strict=True))]
+    heapq.heapify(best_first)
     while missing:
-        best = max(range(len(sets)), key=lambda i: len(sets[i] & missing) / costs[i])
-        missing -= sets[best]
-        chosen.append(best)
+        gain, i = best_first[0]
+        now = -len(sets[i] & missing) / costs[i]
+        if now != gain:
+            heapq.heapreplace(best_first, (now, i))
+            continue
+        heapq.heappop(best_first)
+        missing -= sets[i]
+        chosen.append(i)
     return sorted(chosen)
