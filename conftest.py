@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def absent(test: pytest.Item, call) -> bool:
-    """Whether this test, or this call of it, cannot run here: no such backend, or none that computes this dtype."""
+    """Whether this test or this call of it cannot run here: no such backend, or not with this dtype."""
     marks = {mark.name for mark in (*test.iter_markers(), *(call.marks if call else ()))}
     if interpret and marks & {"gpu", "no_interpreter"}:
         return True
@@ -97,7 +97,7 @@ def absent(test: pytest.Item, call) -> bool:
 
 
 def chosen(calls: list, cases: str) -> list:
-    """Of one test's calls the first on each device, or with each backend those that have each pair of values."""
+    """Of one test's calls the first on each device, or with each backend those that have each pair."""
     groups = {}
     for call in calls:
         where = call.params.get("device"), call.params.get("backend") if cases == "pairs" else None

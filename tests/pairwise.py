@@ -16,7 +16,7 @@ def covering(sets: list[set], costs: list[int]) -> list[int]:
     """Return the numbers of sets that hold all elements: first those with most new ones for their cost."""
     missing, chosen = set().union(*sets), []
     # gains only shrink, so the first whose gain is up to date is the best
-    best_first = [(-len(elements) / cost, i) for i, (elements, cost) in enumerate(zip(sets, costs, strict=True))]
+    best_first = [(-len(s) / cost, i) for i, (s, cost) in enumerate(zip(sets, costs, strict=True))]
     heapq.heapify(best_first)
     while missing:
         gain, i = best_first[0]
