@@ -102,13 +102,9 @@ def refuse_to_run_without(module: nn.Module, _: tuple) -> None:
 
 @checked
 def save_lora(
-    model: nn.Module,
-    directory: str | pathlib.Path,
-    *,
-    per_expert: bool = False,
-    layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    base_model: str | None = None,
-) -> None:
+    model: nn.Module, directory: str | pathlib.Path, *, per_expert: bool = False,
+    layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), base_model: str | None = None,
+) -> None:  # fmt: skip
     """Write the adapters of `add_lora` in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
     By default there is one pair of tensors for each weight, for PEFT's `target_parameters` on the same model.

@@ -33,14 +33,9 @@ class Report:
 
 @checked
 def convert(
-    source: str | Path,
-    target: str | Path,
-    to: str = "moe_aiter",
-    *,
-    shard_bytes: int = SHARD,
-    check: bool = True,
-    progress: Progress | None = None,
-) -> Report:
+    source: str | Path, target: str | Path, to: str = "moe_aiter", *, shard_bytes: int = SHARD,
+    check: bool = True, progress: Progress | None = None,
+) -> Report:  # fmt: skip
     """Convert the checkpoint in the folder `source` into a new one in `target`.
 
     to="moe_aiter"    from a family of docs/convert.md, Qwen3-MoE for example, in safetensors: each block of
@@ -84,13 +79,10 @@ def read_moe(checkpoint: Checkpoint, layer: str, plan: Plan) -> MoE:
 
 
 def write(
-    source: Checkpoint,
-    target: Path,
-    plan: Plan,
-    compare: Callable[[Checkpoint, str], tuple[float, float]] | None,
-    shard_bytes: int,
+    source: Checkpoint, target: Path, plan: Plan,
+    compare: Callable[[Checkpoint, str], tuple[float, float]] | None, shard_bytes: int,
     progress: Progress | None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Write what `plan` says, and `compare` each layer, before `target` is there."""
     progress = progress or (lambda *count: None)
     others, left_out = source.other_files()

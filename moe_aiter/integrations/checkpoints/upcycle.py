@@ -39,19 +39,10 @@ THETA = 10000.0  # of rotary embeddings, where nothing is said; Mixtral's own is
 
 @checked
 def upcycle(
-    source: str | Path,
-    target: str | Path,
-    num_experts: int,
-    top_k: int,
-    *,
-    to: str = "moe_aiter",
-    noise: float = 0.0,
-    router_std: float = 0.02,
-    seed: int = 0,
-    shard_bytes: int = SHARD,
-    check: bool = True,
+    source: str | Path, target: str | Path, num_experts: int, top_k: int, *, to: str = "moe_aiter",
+    noise: float = 0.0, router_std: float = 0.02, seed: int = 0, shard_bytes: int = SHARD, check: bool = True,
     progress: Progress | None = None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Make every MLP of the dense Llama, Mistral or Qwen3 checkpoint in `source` an MoE of its copies.
 
     to="huggingface" writes a checkpoint that transformers loads, of Mixtral from Llama and Mistral and of
