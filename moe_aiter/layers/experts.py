@@ -48,7 +48,7 @@ class WithOptions(nn.Module):
     fp8: str | None = option("fp8")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "options" not in state:  # pickled by 0.2, which kept each option apart
+        if "options" not in state:  # pickled by 0.1, which kept each option apart
             names = [name for name in asdict(ExpertOptions()) if name in state]
             state = state | {"options": ExpertOptions(**{name: state.pop(name) for name in names})}
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ import torch
 from check import assert_as_good_as_torch, error, with_gradients
 from layers.double_loop import ACTIVATIONS, GATED, experts_loop
 
+from moe_aiter.kernels.experts.options import ExpertOptions
 from moe_aiter.layers.experts import Experts
 from moe_aiter.layers.moe import MoE
 from moe_aiter.routing.plan import make_plan
@@ -299,6 +300,20 @@ def test_initialised_as_linear_layers_would_be(device):
 def test_errors(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_options_are_attributes():
+    """Set later, they are checked and used; an older pickle has each of them apart."""
+    experts = build(activation="swiglu_oai", interleaved=True)
+    experts.recompute = "z"
+    assert experts.options == ExpertOptions("swiglu_oai", True, recompute="z")
+    with pytest.raises(ValueError, match="unknown fp8 'e4'"):
+        experts.fp8 = "e4"
+    state = vars(experts).copy()
+    state |= vars(state.pop("options"))
+    older = Experts.__new__(Experts)
+    older.__setstate__(state)
+    assert older.options == experts.options and older.fp8 is None and "fp8" not in vars(older)
 
 
 @pytest.mark.parametrize(
