@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ..routing.plan import RoutePlan
 
 Weights = tuple[Any, ...]  # of experts, as they compute with them: a Tensor, a FourBit or None each
 Within = Callable[..., Tensor]  # what `inside` calls in a forward pass
+Part = TypeVar("Part", Tensor, Tensor | None)
 
 
 def option(name: str) -> Any:
@@ -183,7 +184,7 @@ class SteppedExperts(nn.Module):
         return self.compute(x, routing_weights, plan, self.local_weights())
 
 
-def local_part(t: Tensor | None) -> Tensor | None:
+def local_part(t: Part) -> Part:
     """Return the part of a DTensor that this rank has, and another tensor as it is."""
     if t is None or type(t) in (Tensor, nn.Parameter):
         return t
@@ -192,7 +193,7 @@ def local_part(t: Tensor | None) -> Tensor | None:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def local_weight(p: Tensor | None) -> Tensor | None:
+def local_weight(p: Part) -> Part:
     """Return the part of a parameter that this rank has.  A `main_grad` takes all of its gradient, so that
     autograd, which may send zeros for none, is not asked."""
     local = local_part(p)

@@ -20,7 +20,7 @@ from ..kernels.quantize.four_bit import (
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
-from .experts import Experts, SteppedExperts, Weights, WithOptions, local_part
+from .experts import SteppedExperts, Weights, WithOptions, local_part
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -53,7 +53,8 @@ class FourBitWeight(nn.Module):
 
     def weight(self) -> FourBit:
         """Return the weight as products take it."""
-        return FourBit(*(local_part(getattr(self, name)) for name in PARTS), self.format, self.dtype)
+        packed, scales, nested, offset, table = (local_part(getattr(self, name)) for name in PARTS)
+        return FourBit(packed, scales, nested, offset, table, self.format, self.dtype)
 
     def dequantize(self) -> Tensor:
         """Return the whole weight (E, out, in) in `dtype`."""
@@ -69,14 +70,15 @@ class FourBitWeight(nn.Module):
             t = getattr(weight, name)
             setattr(self, name, t if t is None or name == "table" else shard(t))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FourBitWeight":
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # torch's
+        return self
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight().shape)}, format={self.format!r}, dtype={self.dtype}"
@@ -92,13 +94,21 @@ class FourBitExperts(SteppedExperts, WithOptions):
     `LoRAExperts` trains adapters on them.  Differentiable in `x` and `routing_weights`.
     """
 
+    num_experts: int
+    hidden: int
+    intermediate: int
+    gate_up: FourBitWeight
+    down: FourBitWeight
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
     def owners(self) -> tuple[nn.Module, ...]:
         """Return the modules that have the weights."""
         return self.gate_up, self.down
 
     def local_weights(self) -> Weights:
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""
-        biases = map(local_part, (self.gate_up_bias, self.down_bias))
+        biases = local_part(self.gate_up_bias), local_part(self.down_bias)
         return self.gate_up.weight(), self.down.weight(), *biases
 
     def compute(
@@ -128,7 +138,7 @@ def check_dtype(x: Tensor, weight: FourBit) -> None:
 
 
 @torch.no_grad()
-def to_four_bits(experts: Experts, format: str) -> None:
+def to_four_bits(experts: nn.Module, format: str) -> None:
     """Make an `Experts` one of 4 bits: in place, so that its hooks and all that refers to it stay."""
     weights = {name: FourBitWeight(quantized(getattr(experts, name), format)) for name in ("gate_up", "down")}
     for name, weight in weights.items():
@@ -165,12 +175,12 @@ def from_bitsandbytes(state: Mapping[str, Tensor], prefix: str, shape: tuple[int
 def to_bitsandbytes(weight: FourBitWeight, prefix: str) -> dict[str, Tensor]:
     """Return the tensors that `from_bitsandbytes` reads, by their names; ValueError unless it is NF4."""
     w = weight.weight()
-    if w.format != "nf4":
+    if w.format != "nf4" or w.table is None:
         raise ValueError(f"{prefix} is {w.format}, which bitsandbytes does not have")
     how = {"quant_type": "nf4", "blocksize": FORMATS["nf4"].block}
     how |= {"dtype": str(w.dtype).removeprefix("torch."), "shape": list(w.shape)}
     parts = {"": w.packed.reshape(-1, 1), ".absmax": w.scales.flatten(), ".quant_map": w.table[:16]}
-    if w.nested is not None:
+    if w.nested is not None and w.offset is not None:
         offsets = w.offset.unique().tolist()
         if len(offsets) > 1:
             raise ValueError(f"{prefix} has {len(offsets)} offsets, for which bitsandbytes has one place")
@@ -207,7 +217,8 @@ def join_weights(weights: Sequence[Sequence[FourBitWeight]]) -> FourBitWeight:
         scales = joined([[w.plain().scales for w in layers] for layers in experts])
         return FourBitWeight(FourBit(packed, scales, None, None, tables[0].clone(), format, dtype))
     scales = joined([[w.scales for w in layers] for layers in experts])
-    zeros = joined([[w.offset for w in layers] for layers in experts]) if format == "int4" else None
+    offsets = [[w.offset for w in layers if w.offset is not None] for layers in experts]
+    zeros = joined(offsets) if format == "int4" else None
     return FourBitWeight(FourBit(packed, scales, None, zeros, None, format, dtype))
 
 

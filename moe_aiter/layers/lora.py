@@ -11,7 +11,7 @@ LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block 
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,10 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, SteppedExperts, Weights, apply_linear, inside, is_hooked, local_part
+from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, inside, is_hooked, local_part
 from .four_bit import FourBitExperts
 
+T = TypeVar("T")
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
 
@@ -79,7 +80,7 @@ class LoRAFactors(nn.Module):
         self.alpha, self.rslora = rank if alpha is None else alpha, rslora
         self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
         self.out_features, self.in_features = out_features, in_features = weight.shape[-2:]
-        where = {"device": weight.device, "dtype": weight.dtype}
+        where: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.A = nn.Parameter(torch.empty(count, rank, in_features, **where))
         self.B = nn.Parameter(torch.empty(count, out_features, rank, **where))
         self.magnitude = nn.Parameter(torch.empty(count, out_features, **where)) if dora else None
@@ -95,7 +96,7 @@ class LoRAFactors(nn.Module):
                 self.magnitude.copy_(row_norms(weight))
 
     def forward(
-        self, x: Tensor, lens: Tensor, numbers: Tensor | None = None, *, within: Callable | None = None
+        self, x: Tensor, lens: Tensor, numbers: Tensor | None = None, *, within: Within | None = None
     ) -> Tensor:
         """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none.
 
@@ -140,13 +141,13 @@ class LoRAFactors(nn.Module):
         in_features = weight.shape[-1]
         rows = max(1, min(out_features, NORM_BLOCK // max(in_features, 1)))
         pairs = max(1, NORM_BLOCK // max(rows * in_features, 1))
-        four_bits = isinstance(weight, FourBit)
-        weight = weight.plain() if four_bits else weight.expand(count, out_features, in_features)
-        norms = all_b.new_empty(count, out_features, dtype=sum_dtype(weight))
+        size = count, out_features, in_features
+        plain = weight.plain() if isinstance(weight, FourBit) else weight.expand(size)
+        norms = all_b.new_empty(size[:2], dtype=torch.promote_types(weight.dtype, torch.float32))
         for i in range(0, count, pairs):
             for j in range(0, out_features, rows):
                 block = slice(i, i + pairs), slice(j, j + rows)
-                norms[block] = row_norms(self.adapted(weight[block], all_a[block[0]], all_b[block]))
+                norms[block] = row_norms(self.adapted(plain[block], all_a[block[0]], all_b[block]))
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
     def adapted(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -158,6 +159,7 @@ class LoRAFactors(nn.Module):
     def growth(self, weight: Tensor | FourBit) -> Tensor:
         """m / |W + c B A| - 1, (count, out) in float32: what DoRA multiplies by, less the one of LoRA."""
         magnitude = local_part(self.magnitude)
+        assert magnitude is not None
         dtype, wide = magnitude.dtype, sum_dtype(magnitude)
         least = torch.finfo(dtype).tiny  # the norm of a row of zeros, which float16 would round to 0
         # rounded as m is: a new adapter changes nothing
@@ -168,7 +170,7 @@ class LoRAFactors(nn.Module):
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
         """The one weight that does the same as `weight` with these factors: here the product is made."""
         wide = sum_dtype(weight)
-        a, b, magnitude = map(local_part, (self.A, self.B, self.magnitude))
+        a, b, magnitude = local_part(self.A), local_part(self.B), local_part(self.magnitude)
         full = self.adapted(weight, a[number], b[number])
         if magnitude is not None:
             full *= (magnitude[number].to(wide) / row_norms(full))[..., None]
@@ -192,7 +194,8 @@ def row_norms(weight: Tensor | FourBit) -> Tensor:
     if isinstance(weight, FourBit):
         plain = weight.plain()
         return torch.stack([row_norms(plain[e]) for e in range(weight.shape[0])])
-    return torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
+    return norms
 
 
 # modules
@@ -201,11 +204,14 @@ def row_norms(weight: Tensor | FourBit) -> Tensor:
 class AtProduct(TorchFunctionMode):
     """Calls `fn` with the weight and the bias of an nn.Linear where its forward pass multiplies by them."""
 
-    def __init__(self, fn: Callable):
+    def __init__(self, fn: Callable[..., tuple[Tensor, Tensor | None]]):
         super().__init__()
-        self.fn, self.found = fn, None
+        self.fn = fn
+        self.found: tuple[Tensor, Tensor | None] | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.linear and self.found is None:
             self.found = self.fn(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -304,30 +310,23 @@ class LoRALinear(nn.Module):
         return out, *product.found
 
     def adapted(
-        self,
-        rows: Tensor,
-        lens: Tensor | None,
-        ids: Tensor,
-        y: Tensor | None = None,
-        growth: Tensor | None = None,
-    ) -> Tensor:
+        self, rows: Tensor, lens: Tensor | None, ids: Tensor,
+        y: Tensor | None = None, growth: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return what the adapters add to the result of `base`; with DoRA to `y`, which has no bias."""
         if lens is not None:
             return self.added(rows, lens, ids, y, growth)
         plan = make_plan(ids[:, None], self.lora.count)
-        rows, y = (t if t is None else permute(t, plan) for t in (rows, y))
+        rows, y = permute(rows, plan), None if y is None else permute(y, plan)
         return unpermute(self.added(rows, plan.group_sizes, None, y, growth), plan)
 
     def added(
-        self,
-        rows: Tensor,
-        lens: Tensor,
-        numbers: Tensor | None,
-        y: Tensor | None,
-        growth: Tensor | None,
+        self, rows: Tensor, lens: Tensor, numbers: Tensor | None, y: Tensor | None, growth: Tensor | None
     ) -> Tensor:
-        if y is None:
-            return self.lora(rows, lens, numbers)
+        delta: Tensor
+        if y is None or growth is None:
+            delta = self.lora(rows, lens, numbers)
+            return delta
         delta = self.lora.added(rows, lens, numbers)
         if numbers is not None:
             there = (numbers >= 0) & (numbers < len(growth))
@@ -434,8 +433,9 @@ class LoRAExperts(SteppedExperts):
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)
-        up = Projection(gate_up, gate_up_bias, LowRank(*factors[:3], up_lora.input_dropout))
-        down = Projection(down, down_bias, LowRank(*factors[3:], down_lora.input_dropout))
+        up_a, up_b, up_growth, down_a, down_b, down_growth = factors
+        up = Projection(gate_up, gate_up_bias, LowRank(up_a, up_b, up_growth, up_lora.input_dropout))
+        down = Projection(down, down_bias, LowRank(down_a, down_b, down_growth, down_lora.input_dropout))
         return experts_by_step(x, up, base.options.activate, down, routing_weights, RoutePlan(*plan))
 
     def merge(self) -> None:
@@ -449,22 +449,22 @@ class LoRAExperts(SteppedExperts):
         if self.has_four_bits:
             raise ValueError("the weights have 4 bits, which would round the adapters away")
         for name, p in self.named_parameters():
-            if any(getattr(placement, "dim", 0) != 0 for placement in getattr(p, "placements", ())):
-                raise ValueError(
-                    f"{name} is sharded by {p.placements}: merge needs whole experts on each rank"
-                )
+            placements = getattr(p, "placements", ())
+            if any(getattr(placement, "dim", 0) != 0 for placement in placements):
+                raise ValueError(f"{name} is sharded by {placements}: merge needs whole experts on each rank")
         weights = self.own_weights()
-        self.original = tuple(w.clone() for w in weights)
+        self.original = weights[0].clone(), weights[1].clone()
         for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
             for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory
                 w[e] = lora.merged(w[e], e)
 
     def own_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
+        assert isinstance(self.base, Experts)  # as `merge` looks
         weights = self.base.gate_up, self.base.down
         for lora in (self.gate_up_lora, self.down_lora):
             lora.check_present(*weights)
-        return tuple(local_part(w.detach()) for w in weights)
+        return local_part(weights[0].detach()), local_part(weights[1].detach())
 
     def unmerge(self) -> None:
         """Restore the weights as they were before `merge`, to the bit."""
@@ -495,7 +495,7 @@ class LoRAExperts(SteppedExperts):
         return {f"{prefix}base_layer.": self.gate_up_lora, prefix: self.down_lora}
 
 
-def taken(original):
+def taken(original: T | None) -> T:
     if original is None:
         raise ValueError("no adapter is merged")
     return original
@@ -509,9 +509,9 @@ def taken(original):
 #               (out, r) and, with DoRA, lora_magnitude_vector (out,), which the stacked form has no place for
 
 
-def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def stacked(found: Mapping[str, LoRAFactors]) -> dict[str, Tensor]:
     """Copies of the `LoRAFactors` of all experts, by their prefixes."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for prefix, lora in found.items():
         if lora.magnitude is not None:
             raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
@@ -522,7 +522,7 @@ def stacked(found: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
+def load_stacked(found: Mapping[str, LoRAFactors], state: Mapping[str, Tensor]) -> None:
     """The inverse, of `LoRAFactors` by their prefixes.  Raises as `copy_in` does, and then copies nothing."""
     to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
     copy_in(to, state)
@@ -532,7 +532,7 @@ def load_stacked(found: Mapping[str, nn.Module], state: Mapping[str, Tensor]) ->
         lora.B.detach().copy_(rearrange(B, "o (r e) -> e o r", r=lora.rank))
 
 
-def per_expert(prefix: str, lora: nn.Module, layers: Mapping[str, slice]) -> dict[str, Tensor]:
+def per_expert(prefix: str, lora: LoRAFactors, layers: Mapping[str, slice]) -> dict[str, Tensor]:
     """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
     lora.check_present()
     found = {}

@@ -102,8 +102,8 @@ class MoE(nn.Module):
     load: Tensor | None
     margins: Tensor | None
     global_balance_group: "torch.distributed.ProcessGroup | str | None"
-    monitor = None  # a Monitor's recorder, while there is one
-    routes = None  # records or replays routes, while `record_routes` or `replay_routes` is open
+    monitor: Any = None  # a Monitor's recorder, while there is one
+    routes: Any = None  # records or replays routes, while `record_routes` or `replay_routes` is open
     _loss_scale: Tensor | None = None  # None is 1
 
     @checked

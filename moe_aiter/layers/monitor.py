@@ -1,7 +1,7 @@
 """Statistics of a model's routers: summed on the device, read on demand, shown in the terminal."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -94,9 +94,10 @@ class Monitor:
         """Return the layers to count, by their names in the model."""
         return {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
 
-    def attach(self, layer: nn.Module) -> "Recorder":
-        self.attachment.put(layer, "monitor", Recorder(layer.num_routed, device_of(layer), self.evaluation))
-        return layer.monitor
+    def attach(self, layer: Any) -> "Recorder":
+        recorder = Recorder(layer.num_routed, device_of(layer), self.evaluation)
+        self.attachment.put(layer, "monitor", recorder)
+        return recorder
 
     def read(self) -> dict[str, LayerStatistics]:
         """Return the statistics of each layer, by name; synchronises once, however many layers there are.
@@ -152,7 +153,7 @@ class Recorder(NotCopied):
 
     def __init__(self, num_experts: int, device: torch.device, evaluation: bool):
         self.num_experts, self.evaluation = num_experts, evaluation
-        device = "cpu" if device.type == "meta" else device
+        device = torch.device("cpu") if device.type == "meta" else device
         with torch.inference_mode(False):  # of which a tensor would be of no use outside it
             self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
 
@@ -172,7 +173,7 @@ def scalars_of(statistics: dict[str, LayerStatistics]) -> dict[str, float]:
     return {f"{layer}/{k}": v for layer, s in statistics.items() for k, v in s.scalars().items()}
 
 
-def writer_of(sink) -> Callable[[dict[str, float], int | None], None]:
+def writer_of(sink: object) -> Callable[[dict[str, float], int | None], object]:
     if hasattr(sink, "add_scalar"):
         return lambda scalars, step: [sink.add_scalar(k, v, step) for k, v in scalars.items()]
     if hasattr(sink, "log"):
@@ -194,7 +195,7 @@ def statistics_of(totals: Tensor, num_experts: int) -> LayerStatistics:
         load=load.load.numpy(),
         entropy=load.entropy.item(),
         max_violation=load.imbalance.item(),
-        dead_experts=load.idle.item(),
+        dead_experts=int(load.idle.item()),
         drop_rate=dropped.sum().item() / max(choices.sum().item(), 1),
         bias_range=(bias.min().item(), bias.max().item()) if len(bias) else None,
         logit_norm=norm / seen if seen else None,
@@ -222,7 +223,7 @@ def split_like(joined: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return list(joined.split([len(t) for t in tensors]))
 
 
-def totals_over_ranks(totals: list[Tensor], group) -> list[Tensor]:
+def totals_over_ranks(totals: list[Tensor], group: "torch.distributed.ProcessGroup | None") -> list[Tensor]:
     sums = sum_over_ranks([t[:-1] for t in totals], group)
     largest = torch.stack([t[-1] for t in totals])
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
@@ -282,8 +283,8 @@ class LiveTable:
         self.live.stop()
 
 
-def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bool):
-    """The statistics as a table of rich's."""
+def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bool) -> Any:
+    """The statistics as a table of rich's, which may be missing."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

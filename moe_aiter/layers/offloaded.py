@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,9 @@ class Layer:
 
     def __init__(self, name: str, module: nn.Module, index: int):
         self.name, self.module, self.index, self.size = name or "the model", module, index, 0
-        owners = [own(part) for part in parts_of(module) for own in (own_parameters, own_buffers)]
+        owners: list[dict[str, Any]] = []
+        for part in parts_of(module):
+            owners += own_parameters(part), own_buffers(part)
         self.found = [(owner, key) for owner in owners for key, t in owner.items() if t is not None]
         self.places = [self.next_place(owner[key]) for owner, key in self.found]
 
@@ -80,7 +82,7 @@ class Layer:
 
     def weights(self) -> list[Tensor]:
         """Return the weights in host memory; raise unless they are in their places, and frozen."""
-        weights = [owner.get(key) for owner, key in self.found]
+        weights: list[Any] = [owner.get(key) for owner, key in self.found]
         for (_, key), t in zip(self.found, weights, strict=True):
             if t is None:
                 raise RuntimeError(f"{key} of {self.name} is offloaded, but something has replaced it")
@@ -169,8 +171,9 @@ class Pool:
         if slot.layer is layer and slot.states == states:
             return slot
         slot.layer, slot.states = layer, states
-        for user in slot.users:
-            self.stream.wait_stream(user)
+        if self.stream is not None:
+            for user in slot.users:
+                self.stream.wait_stream(user)
         slot.users.clear()
         # not in inference mode, in which the buffer would keep its version, by which `derived` goes
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self.stream):
@@ -180,13 +183,13 @@ class Pool:
                 slot.ready.record()
         return slot
 
-    def call(self, layer: Layer, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def call(self, layer: Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `forward` of the layer's module, with its weights on the device."""
         slot = self.use(layer)
         with layer.weights_in(slot.data), self.hooks(layer, slot):
             return forward(*args, **kwargs)
 
-    def hooks(self, layer: Layer, slot: Slot) -> contextlib.AbstractContextManager:
+    def hooks(self, layer: Layer, slot: Slot) -> contextlib.AbstractContextManager[object]:
         """Return hooks for saved tensors: weights are asked for again, and outer hooks see all others."""
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
@@ -195,7 +198,7 @@ class Pool:
         def pack(t: Tensor) -> Any:
             if not is_alias(t, slot.data):
                 return keep(t)
-            return Saved(slot.states, Place(t.dtype, t.shape, t.stride(), t.storage_offset()))
+            return Saved(slot.states, Place(t.dtype, t.shape, t.stride(), int(t.storage_offset())))
 
         def unpack(saved: Any) -> Tensor:
             if not isinstance(saved, Saved):
@@ -218,20 +221,20 @@ class Pool:
         attachment.hook(module.register_load_state_dict_pre_hook(self.before_loading))
         attachment.hook(module.register_load_state_dict_post_hook(partial(self.after_loading, layer)))
 
-    def before_loading(self, *_) -> None:
+    def before_loading(self, *_: object) -> None:
         if self.stream is not None:
             self.stream.synchronize()  # copies may still read the weights
 
-    def after_loading(self, layer: Layer, *_) -> None:
+    def after_loading(self, layer: Layer, *_: object) -> None:
         to_host(layer, self.device)  # load_state_dict(assign=True) brings other memory
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an offloaded model cannot be copied or pickled: copy it first, or save its state_dict"
         )
 
 
-def without_weights(layer: Layer, apply: Callable, *args: Any, **kwargs: Any) -> nn.Module:
+def without_weights(layer: Layer, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """Call `apply`, which moves or converts the module of a layer, but not the weights in host memory."""
     with layer.weights_in(None):
         return apply(*args, **kwargs)
@@ -331,7 +334,8 @@ def offload(
 
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return the experts of a model in its order; ValueError unless all can be offloaded."""
-    layers, inside = [], set()
+    layers: list[Layer] = []
+    inside: set[nn.Module] = set()
     owners = [own(m) for m in model.modules() for own in (own_parameters, own_buffers)]
     places = Counter(id(t) for owner in owners for t in owner.values())
     for name, module in model.named_modules():

@@ -6,7 +6,7 @@ Weights have a scale for each output channel, activations one for each token, fo
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,10 @@ from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear
 from .optimized import OptimizedMoELayer
 
-FORMATS = {"int8": "int8", "fp8": "e4m3", "fp16": torch.float16, "bf16": torch.bfloat16}
+EIGHT_BITS = {"int8": "int8", "fp8": "e4m3"}
+SIXTEEN_BITS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FORMATS = *EIGHT_BITS, *SIXTEEN_BITS
+Found = dict[Tensor, list[nn.Parameter | None]]  # a weight -> the converted one and its scale
 WHOLE = LoRALinear, LoRAExperts  # modules that read the weights of their submodules
 SKIPPED = "skip names it, or what shares its weight"
 PRODUCTS = torch.float16, torch.bfloat16, torch.float32
@@ -56,7 +59,7 @@ class Quantized(nn.Module):
 
     dtype: str
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
         names = [name for name in self._parameters if not name.endswith("bias")]
         fixed = [self._parameters[name] for name in names]
 
@@ -65,20 +68,21 @@ class Quantized(nn.Module):
             changed = moved.dtype != t.dtype and any(t is w for w in fixed)
             return t.to(moved.device) if changed else moved
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # torch's
+        return self
 
-    def set_weight(self, name: str, weight: Tensor, bias: Tensor | None, found: dict) -> None:
+    def set_weight(self, name: str, weight: Tensor, bias: nn.Parameter | None, found: Found) -> None:
         """Take a weight (..., out, in), quantised as it is `found` or made, with its scale and its bias."""
-        format = FORMATS[self.dtype]
+        wide = SIXTEEN_BITS.get(self.dtype)
         if weight not in found:
-            narrow = quantize_rows(weight, format) if isinstance(format, str) else (weight.to(format), None)
+            narrow = (weight.to(wide), None) if wide else quantize_rows(weight, EIGHT_BITS[self.dtype])
             found[weight] = [None if t is None else nn.Parameter(t, requires_grad=False) for t in narrow]
         beside = name.removesuffix("weight")
         beside = f"{beside}_" if beside else ""
         self.register_parameter(name, found[weight][0])
         self.register_parameter(f"{beside}scale", found[weight][1])
-        if bias is not None and not isinstance(format, str):
-            bias = nn.Parameter(bias.to(format), requires_grad=False)
+        if bias is not None and wide:
+            bias = nn.Parameter(bias.to(wide), requires_grad=False)
         self.register_parameter(f"{beside}bias", bias)
 
 
@@ -92,6 +96,12 @@ class QuantizedLinear(Quantized):
     Made by `quantize`.  Raises RuntimeError where 8 bits would need a gradient.
     """
 
+    in_features: int
+    out_features: int
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         check_tensor("x", x)
@@ -103,7 +113,7 @@ class QuantizedLinear(Quantized):
             bias = None if self.bias is None else self.bias.to(product)
             return F.linear(x.to(product), self.weight, bias).to(x.dtype)
         refuse_gradient("a quantised layer", x)
-        x8, x_scale = quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), FORMATS[self.dtype])
+        x8, x_scale = quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), EIGHT_BITS[self.dtype])
         product = x.dtype if x.dtype in PRODUCTS else torch.float32
         out = scaled_gemm(x8, self.weight.mT, x_scale, self.scale, self.bias, out_dtype=product)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
@@ -117,12 +127,19 @@ class QuantizedExperts(Quantized, WithOptions):
     """`Experts` for inference with 8-bit `gate_up` (E, 2I, H) and `down` (E, H, I), and a float32 scale for
     each row of each expert, `gate_up_scale` (E, 2I) and `down_scale` (E, H); else as QuantizedLinear."""
 
+    gate_up: Tensor
+    gate_up_scale: Tensor | None
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_scale: Tensor | None
+    down_bias: Tensor | None
+
     def forward(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         """Do as `Experts.forward`: (T, H) -> (T, H) in the dtype of `x`."""
         check_shape("x", x, "T", "H")
         check_size("x is (T, H={})", x.shape[1], "gate_up is (E, 2I, H={})", self.gate_up.shape[2])
         (x,) = cast_as_linear(x)
-        if self.gate_up_scale is None:
+        if self.gate_up_scale is None or self.down_scale is None:
             weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             narrow = x.to(self.gate_up.dtype)
             return mix_experts(narrow, weights, routing_weights, plan, self.options).to(x.dtype)
@@ -139,7 +156,9 @@ class QuantizedExperts(Quantized, WithOptions):
 class QuantizedMoELayer(QuantizedExperts):
     """`OptimizedMoELayer` with weights of 8 bits, laid out as in QuantizedExperts."""
 
-    def forward(self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]  # the arguments are those of OptimizedMoELayer
+        self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor
+    ) -> Tensor:
         """Do as `OptimizedMoELayer.forward`: (T, H) -> (T, H) in the dtype of `x`."""
         check_shape("x", x, "T", "H")
         check_shape("expert_ids", expert_ids, "T", "k")
@@ -149,7 +168,8 @@ class QuantizedMoELayer(QuantizedExperts):
 # conversion
 
 
-KINDS = {  # what is converted -> to what, from which weights and biases
+# what is converted -> to what, from which weights and biases
+KINDS: dict[type[nn.Module], tuple[type[Quantized], dict[str, tuple[str, str | None]]]] = {
     nn.Linear: (QuantizedLinear, {"weight": ("weight", "bias")}),
     Experts: (
         QuantizedExperts,
@@ -202,7 +222,7 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
     other = copy.deepcopy(model).requires_grad_(False)
     other.zero_grad(set_to_none=True)
     with torch.no_grad():
-        found: dict[Tensor, list] = {}
+        found: Found = {}
         for module, kind in verdicts(other, skip).items():
             if not isinstance(kind, str):
                 convert(module, kind, dtype, found)
@@ -232,9 +252,9 @@ def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.M
     return other
 
 
-def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | str]:
+def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type[nn.Module] | str]:
     """Return for each module which of KINDS it is, to be converted, or why it stays as it is."""
-    found: dict[nn.Module, type | str] = {}
+    found: dict[nn.Module, type[nn.Module] | str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in skip or isinstance(module, WHOLE):
             found |= dict.fromkeys(
@@ -252,7 +272,7 @@ def verdicts(model: nn.Module, skip: Collection[str]) -> dict[nn.Module, type | 
     return found
 
 
-def verdict(module: nn.Module) -> type | str:
+def verdict(module: nn.Module) -> type[nn.Module] | str:
     """Which of KINDS this is, if it does nothing else when it is called, or why it is none."""
     if isinstance(module, (NonDynamicallyQuantizableLinear, nn.MultiheadAttention)):
         return "nn.MultiheadAttention reads its weights itself"
@@ -268,16 +288,18 @@ def verdict(module: nn.Module) -> type | str:
     return "a forward of its own" if isinstance(module, tuple(KINDS)) else "a kind that is not converted"
 
 
-def convert(module: nn.Module, kind: type, dtype: str, found: dict) -> None:
+def convert(module: nn.Module, kind: type[nn.Module], dtype: str, found: Found) -> None:
     """Make a module what it is converted to: in place, so that its hooks and all that refers to it stay."""
     quantized, weights = KINDS[kind]
-    tensors = [(name, *(getattr(module, n or "", None) for n in pair)) for name, pair in weights.items()]
+    tensors = [(name, getattr(module, w), getattr(module, b or "", None)) for name, (w, b) in weights.items()]
     # torch's own way to remove them would change the original's class
     own_modules(module).pop("parametrizations", None)
-    for name in {n for pair in weights.values() for n in pair}:
+    for name in {n for pair in weights.values() for n in pair if n}:
         for place in (own_parameters(module), own_buffers(module), vars(module)):
             place.pop(name, None)
-    module.__class__, module.dtype = quantized, dtype
+    module.__class__ = quantized
+    assert isinstance(module, Quantized)
+    module.dtype = dtype
     if isinstance(module, WithOptions):
         module.fp8 = None  # products of 16 bits stay so
     for name, weight, bias in tensors:
@@ -322,7 +344,7 @@ class QuantizationReport:
     error: float
 
     def __str__(self) -> str:
-        rows = [("layer", "dtype", "MB before", "MB after", "error")]
+        rows: list[tuple[str, ...]] = [("layer", "dtype", "MB before", "MB after", "error")]
         rows += [line(r.name or "(the model)", r.dtype, r) for r in self.layers]
         rows.append(line("whole model", "", self))
         texts = table(rows, "<<>>>")
@@ -347,7 +369,7 @@ def line(name: str, dtype: str, of: LayerReport | QuantizationReport) -> tuple[s
 class Distance:
     """The relative distance of some tensors from others, over all that it is told of."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.off, self.size, self.calls = 0.0, 0.0, 0
 
     def add(self, got: Any, exact: Any) -> None:
@@ -378,7 +400,7 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
     `print(report)` shows a table.  Synchronises.
     Raises ValueError if `quantized` was not made from such a model, or if the two models are swapped.
     """
-    pairs = {}
+    pairs: dict[str, tuple[nn.Module, Quantized | FourBitExperts]] = {}
     for name, layer in quantized.named_modules():
         if isinstance(layer, CONVERTED):
             try:
@@ -389,14 +411,13 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
         raise ValueError("model has quantised layers and quantized has none: the original comes first")
     distances = {name: Distance() for name in pairs}
 
-    def compare(name: str, layer: nn.Module, _, args: tuple, kwargs: dict, output: Any) -> None:
+    def compare(
+        name: str, layer: nn.Module, _: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         distances[name].add(layer(*args, **kwargs), output)
 
-    args, kwargs = (), {}
-    if isinstance(inputs, dict):
-        kwargs = inputs
-    else:
-        args = inputs if isinstance(inputs, tuple) else (inputs,)
+    kwargs: dict[str, Any] = inputs if isinstance(inputs, dict) else {}
+    args = () if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else (inputs,)
     with Attachment() as attachment, torch.no_grad():
         for module in {*model.modules(), *quantized.modules()}:
             attachment.put(module, "training", False)
@@ -412,10 +433,10 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
     )
     only = any(isinstance(layer, FourBitExperts) for _, layer in pairs.values())
     left = tuple(left_in(model, pairs, "only experts get 4 bits" if only else SKIPPED))
-    return QuantizationReport(converted, left, size_of(model), size_of(quantized), whole.relative())
+    return QuantizationReport(converted, left, size_of(model), size_of(quantized), whole.relative() or 0.0)
 
 
-def format_of(layer: nn.Module) -> str:
+def format_of(layer: Quantized | FourBitExperts) -> str:
     """Return the format of a converted layer."""
     return layer.gate_up.format if isinstance(layer, FourBitExperts) else layer.dtype
 
@@ -426,8 +447,8 @@ def left_in(model: nn.Module, converted: Collection[str], otherwise: str) -> Ite
     inside = tuple(f"{name}." for name in converted)
     for name, module in model.named_modules():
         if has_weights(module) and name not in converted and not name.startswith(inside):
-            reason = why[module] if isinstance(why[module], str) else otherwise
-            yield LeftLayer(name, type(module).__name__, reason)
+            reason = why[module]
+            yield LeftLayer(name, type(module).__name__, reason if isinstance(reason, str) else otherwise)
 
 
 def has_weights(module: nn.Module) -> bool:

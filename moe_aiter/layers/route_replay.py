@@ -59,6 +59,7 @@ class Foreign(NamedTuple):
     dropped: int  # the id of a dropped choice, whose weight is 0
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]] | None  # of a forward pass; None: the same
 FINDERS: list[Callable[[nn.Module], Foreign | None]] = []  # integrations add theirs
 outside = partial(outside_of_graph, "routes are recorded or replayed")
 
@@ -91,7 +92,7 @@ def record_routes(
 
 @contextlib.contextmanager
 def recording(layers: "Layers", weights: bool) -> Iterator[dict[str, list[Route]]]:
-    routes = {name: [] for name in layers}
+    routes: dict[str, list[Route]] = {name: [] for name in layers}
     with attached(layers, {name: RouteRecorder(calls, weights) for name, calls in routes.items()}):
         yield routes
     if not any(routes.values()):
@@ -154,7 +155,7 @@ def replay_routes(
     model: nn.Module,
     routes: object,
     *,
-    layers: list | tuple | range | None = None,
+    layers: list | tuple | range | None = None,  # type: ignore[type-arg]  # what `checked` can look at
     weights: bool = False,
 ) -> RouteReplay:
     """Let every MoE layer of `model` use recorded experts, inside a `with` block.
@@ -202,7 +203,9 @@ class Player:
         self.next = 0
         self.before: Player | None = None  # of the layer that runs before this one, if that is to be checked
         self.again = False  # whether the last call was a repetition
-        self.waiting: dict[int, weakref.ref] = {}  # calls in checkpointed regions, until they are repeated
+        self.waiting: dict[
+            int, weakref.ref[Tensor]
+        ] = {}  # calls in checkpointed regions, until they are repeated
         self.totals = torch.zeros(4, dtype=torch.int64)
 
     def take(self, num_tokens: int | None = None) -> Route:
@@ -276,9 +279,10 @@ def checked_route(name: str, layer: "ReplayedLayer | ForeignLayer", route: Route
 class ReplayedLayer(NotCopied):
     """A `MoE`, whose attribute `routes` this is while its routes are recorded or replayed."""
 
+    use: RouteRecorder | Player
+
     def __init__(self, module: MoE):
         self.module, self.num_experts = module, module.num_routed
-        self.use: RouteRecorder | Player | None = None
 
     def check(self, name: str, ids: Tensor) -> None:
         """Raise ValueError if the layer cannot use these ids (T, k)."""
@@ -301,7 +305,8 @@ class ReplayedLayer(NotCopied):
         route = outside(self.use.take, x.shape[:-1].numel())
         if route is None:
             return expert_ids, routing_weights
-        return tuple(None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in route)
+        ids, weights = (None if t is None else t.to(x.device).view(*x.shape[:-1], -1) for t in route)
+        return ids, weights
 
     def see(self, routing: Routing, mask: Tensor | None) -> None:
         outside(self.note, routing, mask)
@@ -317,9 +322,12 @@ class ReplayedLayer(NotCopied):
 class ForeignLayer:
     """Experts of another package, and the `block` whose forward pass chooses experts and calls them."""
 
+    use: RouteRecorder | Player
+
     def __init__(self, module: nn.Module, block: nn.Module | None, foreign: Foreign):
         self.module, self.block, self.foreign = module, block, foreign
-        self.num_experts, self.chosen = foreign.num_experts, None
+        self.num_experts = foreign.num_experts
+        self.chosen: ChosenExperts | None = None
 
     def check(self, name: str, ids: Tensor) -> None:
         dropped = ids < 0
@@ -333,32 +341,30 @@ class ForeignLayer:
     def attach(self, use: RouteRecorder | Player, attachment: Attachment) -> None:
         self.use = use
         attachment.hook(self.module.register_forward_pre_hook(self.before_experts, with_kwargs=True))
-        if isinstance(use, Player):
-            self.forward = self.block.forward
-            attachment.put(self.block, "forward", self.run_block)
+        if isinstance(use, Player) and self.block is not None:
+            choose = partial(self.choose, use, self.block.forward)
+            attachment.put(self.block, "forward", partial(outside, choose))
 
-    def run_block(self, *args: Any, **kwargs: Any) -> Any:
-        return outside(self.choose, *args, **kwargs)
+    def choose(self, player: Player, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.chosen = chosen = ChosenExperts(player, player.take(), self.num_experts)
+        with chosen:
+            return forward(*args, **kwargs)
 
-    def choose(self, *args: Any, **kwargs: Any) -> Any:
-        self.chosen = ChosenExperts(self.use, self.use.take(), self.num_experts)
-        with self.chosen:
-            return self.forward(*args, **kwargs)
-
-    def before_experts(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def before_experts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """A hook: record the arguments of the experts, or change them."""
-        return outside(self.change, module, args, kwargs)
+        changed: Arguments = outside(self.change, module, args, kwargs)
+        return changed
 
-    def change(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def change(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         call = inspect.signature(module.forward).bind(*args, **kwargs)
         names = [list(call.arguments)[place] for place in self.foreign[:2]]
         ids, weights = (call.arguments[name] for name in names)
         if isinstance(self.use, RouteRecorder):
             self.use.keep(ids.flatten(0, -2), weights.flatten(0, -2), self.num_experts)
             return None
-        replayed, recorded = self.chosen.replayed, self.chosen.route.routing_weights
-        if replayed is None:
+        if self.chosen is None or self.chosen.replayed is None:
             raise ValueError(f"{self.use.name} has chosen its experts without torch.topk")
+        replayed, recorded = self.chosen.replayed, self.chosen.route.routing_weights
         if recorded is not None:
             weights = recorded.to(weights).view_as(weights)
         dropped = (replayed < 0).view_as(ids)
@@ -375,7 +381,9 @@ class ChosenExperts(TorchFunctionMode):
         self.player, self.route, self.num_experts = player, route, num_experts
         self.replayed: Tensor | None = None
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in TOPK:
             return out
@@ -404,7 +412,7 @@ def replayed_layers(model: nn.Module) -> Layers:
     for name, module in modules.items():
         found = next((found for find in FINDERS if (found := find(module)) is not None), None)
         if isinstance(module, MoE):
-            layer = ReplayedLayer(module)
+            layer: ReplayedLayer | ForeignLayer = ReplayedLayer(module)
         elif found is not None:
             layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, found)
         else:
@@ -431,7 +439,7 @@ def attached(layers: Layers, uses: Mapping[str, "RouteRecorder | Player"]) -> At
 # arrays
 
 
-def calls_of(routes: object, names: list[str], layers: Sequence | None) -> dict[str, list[Route]]:
+def calls_of(routes: object, names: list[str], layers: Sequence[Any] | None) -> dict[str, list[Route]]:
     """Return the routes of all calls of each layer, whatever form they have."""
     if not isinstance(routes, Mapping):
         passes = [three_axes("routes", a) for a in (routes if isinstance(routes, list | tuple) else [routes])]
@@ -453,7 +461,7 @@ def calls_of(routes: object, names: list[str], layers: Sequence | None) -> dict[
     return {name: [as_route(name, r) for r in in_calls(routes[name])] for name in names}
 
 
-def columns_of(layers: Sequence, names: list[str]) -> dict[str, list[int]]:
+def columns_of(layers: Sequence[Any], names: list[str]) -> dict[str, list[int]]:
     """The columns of each of the model's layers, whose `names` are given, and of others in `layers`."""
     columns: dict[str, list[int]] = defaultdict(list)
     for column, layer in enumerate(layers):
@@ -474,7 +482,7 @@ def columns_of(layers: Sequence, names: list[str]) -> dict[str, list[int]]:
     return columns
 
 
-def in_calls(routes: object) -> list | tuple:
+def in_calls(routes: object) -> Sequence[object]:
     """A list of calls; one route alone is a list of one."""
     return routes if isinstance(routes, list | tuple) and not isinstance(routes, Route) else [routes]
 
@@ -522,7 +530,9 @@ def as_int32(name: str, ids: Tensor) -> Tensor:
 
 
 @checked
-def pack_routes(sequences: list, *, lengths: list | None = None, mask: Tensor | None = None) -> Tensor:
+def pack_routes(
+    sequences: list, *, lengths: list | None = None, mask: Tensor | None = None,  # type: ignore[type-arg]
+) -> Tensor:  # fmt: skip
     """Join the routes of sequences, (tokens, layers, k) each, to those of a batch: (T, layers, k) int32.
 
     Without more, sequences follow each other, as in a packed batch.  `lengths` are the numbers of tokens that
