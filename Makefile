@@ -137,7 +137,7 @@ sanitize-gpu: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	MYPYPATH=. $(PY) -m mypy --strict --follow-imports=silent tests/typed_user.py
+	$(PY) -m mypy
 
 # the documentation in site/, from an environment of its own: mkdocstrings reads the sources and imports nothing; a warning or
 # a broken link is an error
