@@ -45,11 +45,9 @@ MOMENTS = "optimizer."  # how the keys of an optimizer's state begin
 
 @checked
 def save_sharded(
-    path: AnyPath,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
+    path: AnyPath, model: nn.Module, optimizer: Optimizer | None = None,
     finish: Callable[[Path], None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the folder `path`: each rank its own shards of the model's and the optimizer's state.
 
     All ranks must call it, and `path` must be on a disk that all ranks see.  The folder is complete or

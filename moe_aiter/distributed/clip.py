@@ -16,12 +16,9 @@ from .parallelize import mesh_of
 @torch.no_grad()
 @checked
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False, foreach: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Scale the gradients so that their norm, as of one vector, is at most `max_norm`; return it before that.
 
     As torch.nn.utils.clip_grad_norm_, for parameters that are plain tensors, or DTensors on any meshes.  The

@@ -79,18 +79,10 @@ def save_group(ctx: Any, i: TokensInputs, output: Tensor) -> None:
 
 
 dispatch_tokens = define_op(
-    "dispatch_tokens",
-    TokensInputs,
-    new=new_dispatch,
-    torch=launch_dispatch,
-    save=save_group,
+    "dispatch_tokens", TokensInputs, new=new_dispatch, torch=launch_dispatch, save=save_group,
     backward=backward_dispatch,
-)
+)  # fmt: skip
 combine_tokens = define_op(
-    "combine_tokens",
-    TokensInputs,
-    new=new_combine,
-    torch=launch_combine,
-    save=save_group,
+    "combine_tokens", TokensInputs, new=new_combine, torch=launch_combine, save=save_group,
     backward=backward_combine,
-)
+)  # fmt: skip

@@ -117,15 +117,9 @@ class ExpertDispatcher:
 
     @checked
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_experts: int,
-        *,
-        rows: float = 2.0,
-        max_tokens: int | None = None,
-        keep_x: bool = False,
-        transport: str = "auto",
-    ):
+        self, group: dist.ProcessGroup, num_experts: int, *, rows: float = 2.0, max_tokens: int | None = None,
+        keep_x: bool = False, transport: str = "auto",
+    ):  # fmt: skip
         check_sizes(num_experts=num_experts)
         check_options(rows, max_tokens, keep_x, transport)
         # by name: the threads of a group end with the last object that holds the group itself

@@ -30,17 +30,10 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 @checked
 def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    rows: float = 2.0,
-    max_tokens: int | None = None,
-    keep_x: bool = False,
-    transport: str = "auto",
-    fsdp: bool = True,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-) -> nn.Module:
+    model: nn.Module, mesh: DeviceMesh, *, rows: float = 2.0, max_tokens: int | None = None,
+    keep_x: bool = False, transport: str = "auto", fsdp: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None, reshard_after_forward: bool = True,
+) -> nn.Module:  # fmt: skip
     """Share the experts of every `Experts` and `LoRAExperts`, also of 4 bits, and shard by FSDP2; in place.
 
         mesh = expert_mesh("cuda", ep=8)

@@ -30,13 +30,9 @@ class ExpertParallel(ParallelStyle):
 
     @checked
     def __init__(
-        self,
-        *,
-        rows: float = 2.0,
-        max_tokens: int | None = None,
-        keep_x: bool = False,
+        self, *, rows: float = 2.0, max_tokens: int | None = None, keep_x: bool = False,
         transport: str = "auto",
-    ):
+    ):  # fmt: skip
         super().__init__()
         check_options(rows, max_tokens, keep_x, transport)
         self.options: dict[str, Any] = {"rows": rows, "max_tokens": max_tokens}

@@ -43,17 +43,10 @@ HALVES = torch.float16, torch.bfloat16
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, window: tuple[int, int] | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`softmax(q @ k.T * scale + mask) @ v` for each head: (B, Hq, Sq, Dv).
 
     Args:
@@ -97,17 +90,10 @@ def attention(
 
 
 def attention_backend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False,
+    scale: float | None = None, dropout_p: float = 0.0, window: tuple[int, int] | None = None,
     backend: str = "auto",
-) -> str:
+) -> str:  # fmt: skip
     """Return what `attention` would run for these: "flash", "math", or "sdpa: " and torch's chosen kernel."""
     call, *_ = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
     return name_of(choose(call, backend), call)

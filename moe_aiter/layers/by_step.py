@@ -35,15 +35,9 @@ class Projection(NamedTuple):
 
 
 def experts_by_step(
-    x: Tensor,
-    up: Projection,
-    act: Callable[[Tensor], Tensor],
-    down: Projection,
-    routing_weights: Tensor,
-    plan: RoutePlan,
-    *,
-    norm: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+    x: Tensor, up: Projection, act: Callable[[Tensor], Tensor], down: Projection, routing_weights: Tensor,
+    plan: RoutePlan, *, norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """(T, H) -> (T, H): both projections, `act` from (R, width) to (R, I) between them, `norm` of each
     expert's output (R, H) behind them.
 

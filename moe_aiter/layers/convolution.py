@@ -23,14 +23,9 @@ SEARCH = Shared("cudnn search", (torch.backends.cudnn, "benchmark"))
 
 
 def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] | str = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0, dilation: int | tuple[int, int] = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """`F.conv2d`: input (N, C, H, W) or (C, H, W), weight (O, C / groups, kH, kW), bias (O,).
 
     `padding` may be "valid" or, with a stride of 1, "same".  With `enable_dynamic_shapes` no new shape is

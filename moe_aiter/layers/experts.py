@@ -79,20 +79,10 @@ class Experts(WithOptions):
 
     @checked
     def __init__(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        row_chunks: int | None = None,
-        recompute: str = "none",
-        fp8: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, num_experts: int, hidden: int, intermediate: int, *, activation: str = "swiglu",
+        bias: bool = False, interleaved: bool = False, row_chunks: int | None = None, recompute: str = "none",
+        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         check_parameter_dtype(dtype)
         check_sizes(num_experts=num_experts, hidden=hidden, intermediate=intermediate)
@@ -232,17 +222,10 @@ class SharedExpert(nn.Module):
     """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        gate: bool = False,
-        device: torch.device | str | None = None,
+        self, hidden: int, intermediate: int, *, activation: str = "swiglu", bias: bool = False,
+        interleaved: bool = False, gate: bool = False, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         check_sizes(shared_intermediate=intermediate)
         self.activation, self.interleaved = activation, interleaved

@@ -255,13 +255,9 @@ def from_awq(
 
 @checked
 def from_gptq(
-    qweight: Tensor,
-    qzeros: Tensor,
-    scales: Tensor,
-    g_idx: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    checkpoint_format: str = "gptq",
-) -> FourBitWeight:
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None,
+    dtype: torch.dtype | None = None, checkpoint_format: str = "gptq",
+) -> FourBitWeight:  # fmt: skip
     """Return the weight (1, out, in) of a linear layer that GPTQModel or AutoGPTQ quantised.
 
     qweight: (in / 8, out) int32, 4 bits of 8 inputs in each, lowest bits first.  qzeros: (in / 128, out / 8)

@@ -58,17 +58,9 @@ class LoRAFactors(nn.Module):
 
     @checked
     def __init__(
-        self,
-        weight: Tensor | FourBit,
-        count: int,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        rslora: bool = False,
-        dora: bool = False,
-        dropout: float = 0.0,
-        rank_dropout: float = 0.0,
-    ):
+        self, weight: Tensor | FourBit, count: int, *, rank: int, alpha: float | None = None,
+        rslora: bool = False, dora: bool = False, dropout: float = 0.0, rank_dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         check_sizes(num_adapters=count, rank=rank)
         for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):

@@ -108,39 +108,17 @@ class MoE(nn.Module):
 
     @checked
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        interleaved: bool = False,
-        score: str = "softmax",
-        renormalize: bool | None = None,
-        scale: float = 1.0,
-        choice: Choice | None = None,
-        selection_bias: bool = False,
-        quantile_bins: int = 0,
-        jitter: float = 0.0,
-        capacity: Capacity | None = None,
-        zero_compute: ZeroCompute | None = None,
-        latent: int = 0,
-        dense_router_gradient: bool = False,
-        shared_intermediate: int = 0,
-        shared_gate: bool = False,
-        load_balance_coef: float = 0.0,
-        sequence_balance_coef: float = 0.0,
-        global_balance_coef: float = 0.0,
-        global_balance_group: "torch.distributed.ProcessGroup | None" = None,
-        z_loss_coef: float = 0.0,
-        row_chunks: int | None = None,
-        recompute: str = "none",
-        fp8: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden: int, intermediate: int, num_experts: int, top_k: int, *, activation: str = "swiglu",
+        bias: bool = False, interleaved: bool = False, score: str = "softmax",
+        renormalize: bool | None = None, scale: float = 1.0, choice: Choice | None = None,
+        selection_bias: bool = False, quantile_bins: int = 0, jitter: float = 0.0,
+        capacity: Capacity | None = None, zero_compute: ZeroCompute | None = None, latent: int = 0,
+        dense_router_gradient: bool = False, shared_intermediate: int = 0, shared_gate: bool = False,
+        load_balance_coef: float = 0.0, sequence_balance_coef: float = 0.0, global_balance_coef: float = 0.0,
+        global_balance_group: "torch.distributed.ProcessGroup | None" = None, z_loss_coef: float = 0.0,
+        row_chunks: int | None = None, recompute: str = "none", fp8: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         coefs = load_balance_coef, sequence_balance_coef, global_balance_coef, z_loss_coef
@@ -217,15 +195,9 @@ class MoE(nn.Module):
                 counts.zero_()
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        expert_ids: Tensor | None = None,
-        routing_weights: Tensor | None = None,
-        return_routing: bool = False,
-    ) -> Tensor | tuple[Tensor, MoERouting]:
+        self, x: Tensor, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        expert_ids: Tensor | None = None, routing_weights: Tensor | None = None, return_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, MoERouting]:  # fmt: skip
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
         which are the leading axes of `x` flattened.
 

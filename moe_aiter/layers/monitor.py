@@ -71,12 +71,9 @@ class Monitor:
 
     @checked
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        evaluation: bool = False,
+        self, model: nn.Module, *, evaluation: bool = False,
         group: "torch.distributed.ProcessGroup | None" = None,
-    ):
+    ):  # fmt: skip
         check_group(group=group)
         self.evaluation, self.group = evaluation, group
         layers = {

@@ -37,16 +37,9 @@ class OptimizedMoELayer(WithOptions):
 
     @checked
     def __init__(
-        self,
-        hidden_dim: int,
-        num_experts: int,
-        expert_dim: int,
-        *,
-        activation: str = "gelu",
-        fp8: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden_dim: int, num_experts: int, expert_dim: int, *, activation: str = "gelu",
+        fp8: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         check_parameter_dtype(dtype)
         check_sizes(hidden_dim=hidden_dim, num_experts=num_experts, expert_dim=expert_dim)

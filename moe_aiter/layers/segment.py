@@ -40,17 +40,10 @@ class SegmentGEMMWrapper:
 
     @renamed(w="weights", lens="seg_lens", indptr="seg_indptr")
     def run(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        batch_size: int,
-        weight_column_major: bool,
-        seg_lens: Tensor | None = None,
-        seg_indptr: Tensor | None = None,
-        weight_indices: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, weights: Tensor, batch_size: int, weight_column_major: bool,
+        seg_lens: Tensor | None = None, seg_indptr: Tensor | None = None,
+        weight_indices: Tensor | None = None, *, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Multiply `batch_size` segments of rows of `x` (M, d_in); returns (M, d_out).
 
         weights: (num_weights, d_in, d_out), or (num_weights, d_out, d_in) with `weight_column_major`.
@@ -104,12 +97,9 @@ def check_order(
 
 
 def check_batch(
-    batch_size: int,
-    weights: Tensor,
-    seg_lens: Tensor | None,
-    seg_indptr: Tensor | None,
+    batch_size: int, weights: Tensor, seg_lens: Tensor | None, seg_indptr: Tensor | None,
     weight_indices: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless the index tensors fit `batch_size` segments."""
     check_count("batch_size", batch_size)
     tensors = {"seg_lens": seg_lens, "seg_indptr": seg_indptr, "weight_indices": weight_indices}

@@ -23,13 +23,9 @@ WEIGHTS = {Experts: ("gate_up", "down"), OptimizedMoELayer: ("w1", "w2")}
 @torch.no_grad()
 @checked
 def balance_step(
-    model: nn.Module,
-    rate: float | None = None,
-    *,
-    rule: str = "sign",
-    zero_mean: bool = False,
+    model: nn.Module, rate: float | None = None, *, rule: str = "sign", zero_mean: bool = False,
     group: "torch.distributed.ProcessGroup | None" = None,
-) -> None:
+) -> None:  # fmt: skip
     """Update the selection bias of every `MoE` in `model` from its counted choices, and reset the counts.
 
     Call it once per optimizer step, whatever the number of micro-batches:

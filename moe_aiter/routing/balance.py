@@ -116,13 +116,9 @@ record_op = define_inplace_op("record_routing", RecordInputs, check=check_record
 
 
 def record_routing(
-    totals: Tensor,
-    expert_ids: Tensor,
-    group_sizes: Tensor,
-    kept: Tensor,
-    logits: Tensor | None = None,
+    totals: Tensor, expert_ids: Tensor, group_sizes: Tensor, kept: Tensor, logits: Tensor | None = None,
     mask: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Add a call's routing to `totals` (2E + 5,) float64; the head of this file lists its entries.
 
     expert_ids (T, k); group_sizes (E,), the choices of each expert; kept (E,), those left by the capacity;
@@ -135,13 +131,9 @@ def record_routing(
 
 
 def selection_bias_step(
-    selection_bias: Tensor,
-    load: Tensor,
-    rate: float,
-    rule: str = "sign",
-    zero_mean: bool = False,
+    selection_bias: Tensor, load: Tensor, rate: float, rule: str = "sign", zero_mean: bool = False,
     zero_compute: ZeroCompute | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the step of `selection_bias` (E,) after the choices `load` (E,); see the head of this file.
 
     Float32, zeros for a load of zeros.  Raises ValueError for an unknown `rule`.

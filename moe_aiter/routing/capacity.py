@@ -39,13 +39,9 @@ class Capacity:
 
 
 def drop_over_capacity(
-    expert_ids: Tensor,
-    routing_weights: Tensor,
-    plan: RoutePlan,
-    capacity: Capacity,
-    mask: Tensor | None = None,
-    zero_compute: ZeroCompute | None = None,
-) -> Tensor:
+    expert_ids: Tensor, routing_weights: Tensor, plan: RoutePlan, capacity: Capacity,
+    mask: Tensor | None = None, zero_compute: ZeroCompute | None = None,
+) -> Tensor:  # fmt: skip
     """`expert_ids` (T, k) with -1 for each choice over its expert's capacity; `plan` is that of `expert_ids`.
 
     Tokens where `mask` (T,) bool is False do not count in T.  Deterministic, without a synchronisation.

@@ -17,14 +17,9 @@ from .scores import Scored, check_score, scores_of
 
 
 def route_to(
-    logits: Tensor,
-    expert_ids: Tensor,
-    routing_weights: Tensor | None = None,
-    *,
-    score: str = "softmax",
-    renormalize: bool | None = None,
-    scale: float = 1.0,
-) -> Routing:
+    logits: Tensor, expert_ids: Tensor, routing_weights: Tensor | None = None, *, score: str = "softmax",
+    renormalize: bool | None = None, scale: float = 1.0,
+) -> Routing:  # fmt: skip
     """Route each token to the experts `expert_ids` (T, k), from a recording or a hash; -1 drops a choice.
 
     The weights are those that `route` computes for these experts from `logits` (T, E), with the same

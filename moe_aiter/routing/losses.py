@@ -69,13 +69,9 @@ def load_statistics(group_sizes: Tensor) -> LoadStatistics:
 
 
 def load_balance_loss(
-    scores: Tensor,
-    expert_ids: Tensor | None = None,
-    *,
-    group_sizes: Tensor | None = None,
-    mask: Tensor | None = None,
-    zero_compute: ZeroCompute | None = None,
-) -> Tensor:
+    scores: Tensor, expert_ids: Tensor | None = None, *, group_sizes: Tensor | None = None,
+    mask: Tensor | None = None, zero_compute: ZeroCompute | None = None,
+) -> Tensor:  # fmt: skip
     """Return E * sum_e f_e * P_e: 1 if experts are loaded evenly, up to E if one expert takes all tokens.
 
         f_e  the share of expert e in all choices that are not dropped; no gradient
@@ -129,14 +125,9 @@ def shares_of(scores: Tensor) -> Tensor:
 
 
 def sequence_balance_loss(
-    scores: Tensor,
-    expert_ids: Tensor,
-    sequence_length: int | None = None,
-    mask: Tensor | None = None,
-    zero_compute: ZeroCompute | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    scores: Tensor, expert_ids: Tensor, sequence_length: int | None = None, mask: Tensor | None = None,
+    zero_compute: ZeroCompute | None = None, *, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the mean of all sequences' load-balance losses: 1 if each sequence is balanced.
 
     DeepSeek-V3, arXiv 2412.19437, eq. 17-20: E * sum_e f_e * P_e, with f and P of one sequence.
@@ -279,13 +270,9 @@ def backward_attached(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
 
 # an op, because torch.export drops the backward pass of an autograd.Function
 attach_loss_op = define_op(
-    "attach_loss",
-    AttachInputs,
-    new=new_attached,
-    reference=lambda i: i.x,
-    save=save_attached,
+    "attach_loss", AttachInputs, new=new_attached, reference=lambda i: i.x, save=save_attached,
     backward=backward_attached,
-)
+)  # fmt: skip
 
 
 def mean_over_tokens(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -40,17 +40,10 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    renormalize: bool | None = None,
-    scale: float = 1.0,
-    need_scores: bool = True,
-    choice: Choice | None = None,
-    selection_bias: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Routing:
+    logits: Tensor, top_k: int, *, score: str = "softmax", renormalize: bool | None = None,
+    scale: float = 1.0, need_scores: bool = True, choice: Choice | None = None,
+    selection_bias: Tensor | None = None, mask: Tensor | None = None,
+) -> Routing:  # fmt: skip
     """Choose `top_k` experts for each row of `logits` (T, E) and weigh them.  Ties go to the lower expert.
 
     score          scores, choice and weights                                 used by
@@ -226,13 +219,9 @@ def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) ->
 
 
 router_logits = define_op(
-    "router_logits",
-    LogitsInputs,
-    new=new_logits,
-    torch=fill_logits,
-    save=save_logits,
+    "router_logits", LogitsInputs, new=new_logits, torch=fill_logits, save=save_logits,
     backward=backward_logits,
-)
+)  # fmt: skip
 
 
 class LogitsAndTokens(torch.autograd.Function):
@@ -278,21 +267,11 @@ class Router(nn.Module):
 
     @checked
     def __init__(
-        self,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        score: str = "softmax",
-        renormalize: bool | None = None,
-        scale: float = 1.0,
-        choice: Choice | None = None,
-        selection_bias: bool = False,
-        jitter: float = 0.0,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden: int, num_experts: int, top_k: int, *, score: str = "softmax",
+        renormalize: bool | None = None, scale: float = 1.0, choice: Choice | None = None,
+        selection_bias: bool = False, jitter: float = 0.0, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         check_parameter_dtype(dtype)
         check_sizes(hidden=hidden, num_experts=num_experts)
@@ -332,13 +311,9 @@ class Router(nn.Module):
         return self
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        need_scores: bool = True,
-        mask: Tensor | None = None,
+        self, x: Tensor, *, need_scores: bool = True, mask: Tensor | None = None,
         by: Callable[[Tensor], Routing] | None = None,
-    ) -> Routing:
+    ) -> Routing:  # fmt: skip
         """Route each row of `x` (T, H); `need_scores` and `mask` as for `route`.
 
         `by` routes the logits (T, E), those of `x` without noise, in place of the router's choice.
