@@ -235,12 +235,12 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     return bind_split(i, splits, kernel, numbers)
 
 
-def fits_gemm(i: GemmInputs) -> bool:
+def fits_float32(i: GemmInputs) -> bool:
     """Return whether float32 sums are precise enough, and 32 bits hold a step over K."""
     return i.dtype != torch.float64 and WIDEST_STEP * max(i.x.stride(2), i.w.stride(1)) < 2**31
 
 
-bind_gemm.fits, bind_gemm.should_use = fits_gemm, should_use_gemm("triton")
+bind_gemm.fits, bind_gemm.should_use = fits_float32, should_use_gemm("triton")
 bind_gemm.tiles = ("gemm", "gemm_row")
 
 # op
