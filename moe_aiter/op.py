@@ -611,9 +611,7 @@ def define_op(
         else:
             out = new(i)
             outs = out if outputs > 1 else (out,)
-            launch = None
-            if any(t.numel() for t in outs):
-                launch = on_device_of(i[0], bound, picked(name, i), i)
+            launch = on_device_of(i[0], bound, picked(name, i), i) if any(t.numel() for t in outs) else None
             keep(cache, key, ([layout(t) for t in outs], launch))
         if settings.debug:
             poison(outs)
@@ -656,9 +654,8 @@ def define_inplace_op(
             (launch,) = decided
         else:
             check(i)
-            launch = None
-            if any(args[n] is not None and args[n].numel() for n in written):
-                launch = on_device_of(i[1], bound, picked(name, i), i)
+            some = any(args[n] is not None and args[n].numel() for n in written)
+            launch = on_device_of(i[1], bound, picked(name, i), i) if some else None
             keep(cache, key, (launch,))
         check_apart(names, args, written)
         if settings.debug and check_values is not None:
