@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .config import settings
-from .op import is_plain
-from .private_api import coo_indices, coo_values, current_stream, is_transformed, version_of
+from .op import is_plain, is_transformed
+from .private_api import coo_indices, coo_values, current_stream, version_of
 
 T = TypeVar("T")
 MB = 2**20  # bytes

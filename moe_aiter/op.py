@@ -26,12 +26,12 @@ from .private_api import (
     arguments_of,
     current_device,
     dispatch_modes,
+    dual_level,
     innermost_transform,
     is_alias,
     is_batched,
     is_batching_gradients,
     is_differentiated,
-    is_transformed,
     keeps_graph,
 )
 from .torch_ops import defining
@@ -259,6 +259,11 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
         ) from error
 
 
+def is_transformed() -> bool:
+    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
+    return innermost_transform() is not None or dual_level() >= 0 or is_batching_gradients()
+
+
 def is_plain(inputs: tuple[Any, ...]) -> bool:
     """Whether torch's dispatcher would do nothing but run the op: no mode, subclass or fake tensor."""
     hidden = [isinstance(t, Tensor) and (type(t) not in PLAIN or t.is_meta) for t in inputs]
@@ -429,7 +434,7 @@ def pick(name: str, i: tuple[Any, ...]) -> Function:
     """
     impls, x = IMPLS[name], first_read(i)
     order = ORDER.get(x.device.type, ("torch",))
-    requested, by = _forced.get()
+    requested, by = _forced.get() if _forced.blocks else _forced.default
     forced = "triton" if requested == "hopper" and "hopper" not in impls else requested
     tried = order if forced == "auto" or impls.keys() == {"torch"} else (forced,)
     for backend in tried:
@@ -622,7 +627,8 @@ def define_op(
                 t.zero_()
         if launch is not None:
             on_device_of(i[0], launch, out, i)
-            write_back(args, i, written)
+            if written:
+                write_back(args, i, written)
         return out
 
     return register(schema_of(name, inputs, outputs), inputs, run, new, backward or refuse(name), save)

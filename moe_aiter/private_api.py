@@ -123,18 +123,11 @@ includes_key = find("torch._C._dispatch_tls_is_dispatch_key_included")
 TransformType = find("torch._C._functorch.TransformType")
 GRADIENTS_BATCHED = find("torch._C._dispatch_key_parse")("VmapMode")
 find("torch.autograd.forward_ad._current_level")
-
-
-def is_transformed() -> bool:
-    """Whether torch.func, autograd's is_grads_batched or forward-mode AD is at work."""
-    return (
-        innermost_transform() is not None or forward_ad._current_level >= 0 or includes_key(GRADIENTS_BATCHED)
-    )
-
-
-def is_batching_gradients() -> bool:
-    """Whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)."""
-    return includes_key(GRADIENTS_BATCHED)
+dual_level: Callable[[], int] = functools.partial(
+    operator.attrgetter("_current_level"), forward_ad
+)  # -1 without forward-mode AD
+# whether torch.autograd.grad runs backward for many gradients at once, as jacobian(vectorize=True)
+is_batching_gradients: Callable[[], bool] = functools.partial(includes_key, GRADIENTS_BATCHED)
 
 
 def is_batched() -> bool:
@@ -147,7 +140,7 @@ def is_differentiated(inputs: tuple) -> bool:
     """Whether torch.func differentiates, or one of these inputs has a tangent of forward-mode AD."""
     levels = transforms() or ()
     return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels) or (
-        forward_ad._current_level >= 0
+        dual_level() >= 0
         and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
     )
 

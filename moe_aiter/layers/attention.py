@@ -26,8 +26,8 @@ from ..kernels.base.check import (
     check_tensor,
 )
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
-from ..op import INTEGERS, check_backend, compose, is_plain, log, no_autocast
-from ..private_api import any_autocast, attention_choice, attention_flash, attention_math, is_transformed
+from ..op import INTEGERS, check_backend, compose, is_plain, is_transformed, log, no_autocast
+from ..private_api import any_autocast, attention_choice, attention_flash, attention_math
 from ..switches import switches
 
 BACKENDS = "auto", "flash", "sdpa", "math"

@@ -20,8 +20,8 @@ from ..kernels.base.check import (
     checked,
 )
 from ..kernels.rows.route import decide
-from ..op import is_plain
-from ..private_api import is_changed, is_transformed, own_buffers, process_group
+from ..op import is_plain, is_transformed
+from ..private_api import is_changed, own_buffers, process_group
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
 from ..routing.choices import Choice

@@ -21,8 +21,7 @@ from ..kernels.base.check import (
     check_sizes,
     check_tensor,
 )
-from ..op import define_op, gradients, is_plain
-from ..private_api import is_transformed
+from ..op import define_op, gradients, is_plain, is_transformed
 from .plan import make_plan
 from .zero_compute import ZeroCompute, over_target
 

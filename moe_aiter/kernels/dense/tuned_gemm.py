@@ -24,6 +24,7 @@ from ...op import (
     define_op,
     forced,
     gradients,
+    is_transformed,
     keep,
     log,
     may_be_forced,
@@ -31,7 +32,7 @@ from ...op import (
     pick,
     runs,
 )
-from ...private_api import any_autocast, is_transformed
+from ...private_api import any_autocast
 from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
 from ...tuning.candidates import Config, candidates
 from ...tuning.choice import choose_backend

@@ -16,8 +16,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, takes
-from ...private_api import fast_on_cpu, is_transformed
+from ...op import Written, binds, define_inplace_op, define_op, is_transformed, takes
+from ...private_api import fast_on_cpu
 from .. import hopper
 from ..base.check import (
     Index,

@@ -23,8 +23,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import IMPLS, binds, bound, define_op, gradients, takes
-from ...private_api import is_exporting, is_transformed, softmax_gradient
+from ...op import IMPLS, binds, bound, define_op, gradients, is_transformed, takes
+from ...private_api import is_exporting, softmax_gradient
 from ...replay import always_save, current_pass
 from ..base.check import Operand, check_fields, check_finite, check_float, check_whole_shape, wide
 from ..base.host import array, ext, host, num_threads
