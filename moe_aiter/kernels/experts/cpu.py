@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ...op import Written, define_op, extended, gradients, saved_tensors, takes
-from ..base.activations import Activation, get_activation
+from ..base.activations import get_activation
 from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
 from ..grouped.gmm import GroupedInputs, gmm_reference
-from ..grouped.tgmm import matmul_into
+from ..grouped.tgmm import chosen, matmul_into
 from ..rows.permute import UnpermuteInputs, unpermute_reference
 from .glu import GluBackwardInputs, glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
@@ -180,9 +180,9 @@ class TorchSteps:
 
     view = staticmethod(torch.Tensor.detach)  # what the other methods take for a tensor
 
-    def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
+    def __init__(self, routing_weights: Tensor, activation: str, interleaved: bool):
         self.weights, self.top_k = routing_weights.flatten(), routing_weights.shape[1]
-        self.act, self.interleaved = act, interleaved
+        self.act, self.interleaved = get_activation(activation), interleaved
 
     def prepare(self, *fresh: Tensor) -> None:
         """Called with outputs that nothing has touched yet"""
@@ -230,9 +230,10 @@ class HostSteps:
     view = staticmethod(array)
     prepare = staticmethod(use_huge_pages)
 
-    def __init__(self, routing_weights: Tensor, act: Activation, interleaved: bool):
+    def __init__(self, routing_weights: Tensor, activation: str, interleaved: bool):
+        self.act = *get_activation(activation).host_arguments, interleaved
         self.weights, self.top_k = array(routing_weights.flatten()), routing_weights.shape[1]
-        self.act, self.threads = (*act.host_arguments, interleaved), num_threads()
+        self.threads = num_threads()
 
     def num_workers(self, rows: list[int], multiplications: int) -> int:
         """Return how many threads take tasks of their own; 1 if all threads share each task instead.
@@ -309,8 +310,8 @@ class Loop:
     """The state that the blocks of one forward or backward pass share."""
 
     def __init__(self, steps_class: type, i: ExpertInputs):
-        weights = i.routing_weights.to(sum_dtype(i.x))
-        self.i, self.steps = i, steps_class(weights, get_activation(i.activation), i.interleaved)
+        self.sums, self.multiply = sum_dtype(i.x), chosen(i.x, i.x, None)
+        self.i, self.steps = i, steps_class(i.routing_weights.to(self.sums), i.activation, i.interleaved)
         self.x, self.order = map(self.steps.view, (i.x.contiguous(), saturated(i.order)))
         self.gate_up, self.down = i.gate_up.unbind(0), i.down.unbind(0)
         self.width, self.channels, self.hidden = i.gate_up.shape[1], i.down.shape[2], i.x.shape[1]
@@ -335,7 +336,7 @@ class Loop:
         self.steps.for_each(len(self.tasks), self.num_workers, run)
 
     def project_up(self, block: Block, rows: Tensor, z: Tensor) -> None:
-        matmul_into(z, rows, self.gate_up[block.expert].mT, self.gate_up_bias[block.expert])
+        self.multiply(z, rows, self.gate_up[block.expert].mT, self.gate_up_bias[block.expert])
 
     def add_in_order(self, block: Block, scratch: Scratch, rows, weighted: bool, total) -> None:
         """Add the rows of scratch's buffer "rows" to their tokens, after those of all blocks before."""
@@ -357,8 +358,9 @@ class ForwardLoop(Loop):
         super().__init__(steps_class, i)
         self.out, self.z = outs
         self.z_view = self.steps.view(self.z)
-        sums = sum_dtype(self.out)
-        self.total = self.out if self.out.dtype == sums else self.out.new_empty(self.out.shape, dtype=sums)
+        self.total = self.out
+        if self.out.dtype != self.sums:
+            self.total = self.out.new_empty(self.out.shape, dtype=self.sums)
         self.steps.prepare(self.out, self.z, self.total)
         self.total_view = self.steps.view(self.total.zero_())
         self.set_tasks([[block] for expert in self.experts for block in expert])
@@ -381,7 +383,7 @@ class ForwardLoop(Loop):
         steps.gather(self.x, self.order[block.first : block.last], rows_view)
         self.project_up(block, rows, z)
         steps.glu(z_view[:n], a_view, self.upcoming(block))
-        matmul_into(rows, a, self.down[block.expert].mT, self.down_bias[block.expert])
+        self.multiply(rows, a, self.down[block.expert].mT, self.down_bias[block.expert])
         self.add_in_order(block, scratch, rows_view, True, self.total_view)
 
     def upcoming(self, block: Block) -> list[Tensor]:
@@ -398,7 +400,7 @@ class BackwardLoop(Loop):
         self.dout, self.z = view(dout.contiguous()), view(i.z)
         self.steps.prepare(self.grads.gate_up, self.grads.down)
         self.totals = {
-            name: dout.new_zeros(getattr(self.grads, name).shape, dtype=sum_dtype(dout))
+            name: dout.new_zeros(getattr(self.grads, name).shape, dtype=self.sums)
             for name in ("x", "gate_up_bias", "down_bias", "routing_weights")
         }
         self.views = {name: view(total) for name, total in self.totals.items()}
@@ -435,7 +437,7 @@ class BackwardLoop(Loop):
         da, da_view = scratch.take("da", n, self.channels)
         a, a_view = scratch.take("a", n, self.channels)
         dz, dz_view = scratch.take("dz", n, self.width)
-        matmul_into(da, dy, self.down[expert])
+        self.multiply(da, dy, self.down[expert], None)
         steps.glu_backward(da_view, z, choices, (dz_view, a_view, self.dweights))
         if self.down_bias[expert] is not None:
             dots = wide(dy[:n]) @ wide(self.down_bias[expert])
@@ -448,7 +450,7 @@ class BackwardLoop(Loop):
         if needs.gate_up_bias:
             steps.column_sum(dz_view, choices, False, self.views["gate_up_bias"][expert])
         if needs.x:
-            matmul_into(dy, dz, self.gate_up[expert])
+            self.multiply(dy, dz, self.gate_up[expert], None)
             self.add_in_order(block, scratch, dy_view, False, self.views["x"])
 
     def inputs_of(self, block: Block, scratch: Scratch, choices) -> tuple:
