@@ -18,10 +18,11 @@ from ..kernels.base.check import (
     check_size,
     check_sizes,
     checked,
+    needs_grad,
     renamed,
 )
 from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
-from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, needs_gradient, tuned_gemm
+from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, tuned_gemm
 from ..private_api import own_buffers, own_parameters, version_of
 from ..tuning.aiter_csv import Problem, find, this_device
 from ..tuning.choice import measured
@@ -228,7 +229,7 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
     if "_preshuffled_layout" not in vars(module):  # which most calls end with
         return None
     shuffled = own_buffers(module).get(BUFFER)
-    if shuffled is None or torch.compiler.is_compiling() or needs_gradient(weight):
+    if shuffled is None or torch.compiler.is_compiling() or needs_grad(weight):
         return None
     if (
         weight.dtype != torch.bfloat16

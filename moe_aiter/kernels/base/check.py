@@ -353,9 +353,14 @@ def check_routing_weights(routing_weights: Tensor, rank: Tensor, x: Tensor) -> N
     check_device(x=x, routing_weights=routing_weights)
 
 
+def needs_grad(*tensors: object) -> bool:
+    """Whether a gradient of one of these is needed, of which some may be None."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
 def refuse_gradient(what: str, *tensors: Tensor | None) -> None:
     """Raise where one of these would need a gradient through what has none."""
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+    if needs_grad(*tensors):
         raise RuntimeError(f"{what} has no gradient: call it under torch.no_grad()")
 
 

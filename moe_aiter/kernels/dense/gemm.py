@@ -28,6 +28,7 @@ from ..base.check import (
     check_size,
     check_tensor,
     multiply_apart,
+    needs_grad,
     packed,
     sum_dtype,
     wide,
@@ -325,8 +326,7 @@ def gemm(
         raise ValueError(f"activation must be None, {', '.join(ACTIVATIONS)}, not {activation!r}")
     x3, w3, shape = as_batches(x, w)
     c = None if beta == 0 else broadcast(c, shape, (x3.shape[0], x3.shape[1], w3.shape[2]))
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, c))
-    save_z = needed and activation not in (None, "relu")
+    save_z = needs_grad(x, w, bias, c) and activation not in (None, "relu")
     inputs = activation or "", float(alpha), float(beta), out_dtype, save_z
     return gemm_op(x3, w3, bias, c, *inputs)[0].view(shape)
 

@@ -49,6 +49,7 @@ from ..base.check import (
     check_size,
     check_tensor,
     linear,
+    needs_grad,
 )
 from ..base.choice import FEW, unmeasured
 from ..base.fp8 import FP8
@@ -308,7 +309,7 @@ def product_of(
         backend = choice_for(x, weight, bias, dtype, is_shuffled, scaled)
         keep(backends, key, backend)
     if is_shuffled:
-        if backend == "triton" and bias is None and not needs_gradient(x, weight) and not is_transformed():
+        if backend == "triton" and bias is None and not needs_grad(x, weight) and not is_transformed():
             return as_it_lies(x, weight)
         return product_of(x, usual_order(weight), bias, dtype, False, scaled)
     if backend != TORCHS_OWN:
@@ -374,12 +375,8 @@ def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
 # shuffled weights
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def usual_order(weight: Tensor) -> Tensor:
-    if needs_gradient(weight):
+    if needs_grad(weight):
         return unshuffle_weight(weight)
     return derived(weight, "usual order", lambda: unshuffle_weight(weight))
 

@@ -17,7 +17,6 @@ the last, 624 MiB; Y or dX in one piece take 576 MiB and would lift it to 1008, 
 
 from typing import Annotated, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...op import notes_of, once
@@ -34,6 +33,7 @@ from ..base.check import (
     check_size,
     check_sizes,
     check_whole_shape,
+    needs_grad,
 )
 from ..base.fp8 import ROW_BLOCK
 from ..base.sources import by_source
@@ -66,12 +66,13 @@ class ExpertInputs(NamedTuple):
     gate_up_main_grad: Tensor | None = None  # (E, width, H)
     down_main_grad: Tensor | None = None  # (E, H, I)
 
+    def need_grad(self) -> bool:
+        """Whether a gradient of one of the differentiable inputs is needed."""
+        biases = self.gate_up_bias, self.down_bias
+        return needs_grad(self.x, self.gate_up, self.down, self.routing_weights, *biases)
+
 
 notes_of(ExpertInputs)  # here, because torch.compile, which traces `check_experts`, cannot read annotations
-
-
-def needs_grad(i: ExpertInputs) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in i[:6])
 
 
 @once
@@ -116,11 +117,16 @@ def row_bytes(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int]:
     Without gradients the limits are those of training every weight.  Sizes that a compiler does not know are
     compared by `max` alone, which the compiler can record.
     """
+    return limits(i, row_chunks, *step_bytes(i))
+
+
+def limits(i: ExpertInputs, row_chunks: int | None, forward: int, late: int, rest: int) -> tuple[int, int]:
+    """Do as `row_bytes`, given what `step_bytes` returns."""
+    least = slice_bytes(i, MOST if row_chunks is None else row_chunks)
     if row_chunks is not None:
-        return slice_bytes(i, row_chunks), slice_bytes(i, row_chunks)
-    forward, late, rest = step_bytes(i)
+        return least, least
     limit = rest + rest // (SLACK if by_source.get() is None else WINDOW_SLACK)
-    return max(limit - forward, slice_bytes(i, MOST)), max(limit - late, slice_bytes(i, MOST))
+    return max(limit - forward, least), max(limit - late, least)
 
 
 def row_bytes_fp8(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int, int]:
@@ -130,7 +136,7 @@ def row_bytes_fp8(i: ExpertInputs, row_chunks: int | None) -> tuple[int, int, in
     """
     (T, H), (E, width, _), R, inner = i.x.shape, i.gate_up.shape, i.order.shape[0], i.down.shape[2]
     size, (forward, late, rest) = i.x.element_size(), step_bytes(i)
-    y, dx = row_bytes(i, row_chunks)
+    y, dx = limits(i, row_chunks, forward, late, rest)
     peak = max(rest, forward + min(y, R * H * size), late + min(dx, R * H * size))
     if row_chunks is not None:
         return y, dx, peak
@@ -148,18 +154,12 @@ def slice_bytes(i: ExpertInputs, chunks: int) -> int:
 
 def step_bytes(i: ExpertInputs) -> tuple[int, int, int]:
     """Return what is there beside the rows of Y and beside those of dX, and the most without any rows."""
-    (T, H), (_, width, _), R, size = i.x.shape, i.gate_up.shape, i.order.shape[0], i.x.element_size()
-    trained = needs_grad(i)
-
-    def wanted(t: Tensor) -> bool:
-        return t.requires_grad or not trained
-
-    def gradient(t: Tensor, main_grad: Tensor | None = None) -> int:
-        return t.numel() * size if wanted(t) and main_grad is None else 0
-
-    out, z, a = T * H * size, R * width * size, R * i.down.shape[2] * size
+    (T, H), (E, width, _), R, inner = i.x.shape, i.gate_up.shape, i.order.shape[0], i.down.shape[2]
+    size, every = i.x.element_size(), not i.need_grad()
+    of_x, of_gate_up, of_down = (every or t.requires_grad for t in (i.x, i.gate_up, i.down))
+    out, z, a = T * H * size, R * width * size, R * inner * size
     forward = out + a + (z if i.save_z else 0)
-    early = out + z + gradient(i.down, i.down_main_grad)
-    late = early + gradient(i.x)
-    rest = max(forward, early + (a if wanted(i.down) else 0))
-    return forward, late, max(rest, late + gradient(i.gate_up, i.gate_up_main_grad))
+    early = out + z + (E * H * inner * size if of_down and i.down_main_grad is None else 0)
+    late = early + (T * H * size if of_x else 0)
+    last = late + (E * width * H * size if of_gate_up and i.gate_up_main_grad is None else 0)
+    return forward, late, max(forward, early + (a if of_down else 0), last)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, saved_tensors, takes
 from .. import hopper
-from ..base.check import cast_as_linear, check_plan
+from ..base.check import cast_as_linear, check_plan, needs_grad
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
@@ -28,7 +28,6 @@ from .inputs import (
     ExpertInputs,
     check_expert_values,
     check_experts,
-    needs_grad,
     row_bytes,
     row_bytes_fp8,
 )
@@ -164,7 +163,7 @@ def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor
 
 def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
     """Multiply in FP8.  Some recipes keep x in 8 bits for the gradient of gate_up and to compute z again."""
-    backward_needs_x = needs_grad(i) and (i.gate_up.requires_grad or not i.save_z)
+    backward_needs_x = i.need_grad() and (i.gate_up.requires_grad or not i.save_z)
     save_x8 = fp8.endswith(ALL) and backward_needs_x
     most = row_bytes_fp8(i, row_chunks) if fp8.endswith(ALL) else (*row_bytes(i, row_chunks), 0)
     return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8)[0]
@@ -247,7 +246,6 @@ def mix_experts(
 ) -> Tensor:
     """Do as `expert_mlp`, with its weights and its options as values."""
     i = new_inputs(x, weights, routing_weights, plan, options)
-    i = i._replace(save_z=options.recompute == "none" and needs_grad(i))
     if options.fp8 is not None:
         return in_8_bits(i, options.row_chunks, options.fp8)
     return pick("expert_mlp", i)(i, options.row_chunks)
@@ -256,12 +254,13 @@ def mix_experts(
 def new_inputs(
     x: Tensor, w: ExpertWeights, routing_weights: Tensor, plan: tuple, options: ExpertOptions
 ) -> ExpertInputs:
-    """Return the inputs of the experts, checked, and cast under torch.autocast; without z."""
+    """Return the inputs of the experts, checked, and cast under torch.autocast."""
     check_plan(plan)
     x, gate_up, down = cast_as_linear(x, w.gate_up, w.down)
     tensors = x, gate_up, w.gate_up_bias, down, w.down_bias, routing_weights
+    save_z = options.recompute == "none" and needs_grad(*tensors)
     main_grads = w.gate_up_main_grad, w.down_main_grad
-    i = ExpertInputs(*tensors, *plan, options.activation, options.interleaved, False, *main_grads)
+    i = ExpertInputs(*tensors, *plan, options.activation, options.interleaved, save_z, *main_grads)
     check_experts(i)
     return i
 
@@ -277,4 +276,5 @@ def expert_rows(
     i = new_inputs(x, weights, torch.ones_like(plan[1], dtype=torch.float32), plan, options)
     rows = torch.arange(len(i.order), dtype=i.order.dtype, device=i.order.device).where(i.order >= 0, -1)
     alone = rows, rows[:, None], i.group_sizes  # each row is the only one of a token of its own
-    return up_and_down(i._replace(save_z=needs_grad(i)), i.routing_weights.view(-1, 1), alone, None)
+    i = i._replace(save_z=i.need_grad())
+    return up_and_down(i, i.routing_weights.view(-1, 1), alone, None)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...op import define_op, fill, gradients
-from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor
+from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor, needs_grad
 from ..grouped.tgmm import tgmm_accumulate
 from .down import expert_down_op
-from .inputs import ExpertInputs, check_experts, check_main_grad, needs_grad, row_bytes
+from .inputs import ExpertInputs, check_experts, check_main_grad, row_bytes
 from .mlp import expert_mlp
 from .up import UpInputs, new_expert_up, up_gradients
 
@@ -148,7 +148,7 @@ def split_expert_mlp(
     i = ExpertInputs(x, like_joined, None, down, None, routing_weights, *plan, *ACTIVATION, True)
     i = i._replace(down_main_grad=down_main_grad)
     check_experts(i)
-    if not (needs_grad(i) or (up.requires_grad and torch.is_grad_enabled())):
+    if not (i.need_grad() or needs_grad(up)):
         return expert_mlp(x, joined(gate, up, x.dtype), down, routing_weights, plan)
     bytes_of_y, bytes_of_dx = row_bytes(i, None)
     z, a = expert_up_split_op(x, gate, up, *plan, bytes_of_dx, *main_grads.values())

@@ -24,6 +24,7 @@ from ..base.check import (
     check_fields,
     check_tensor,
     multiply_apart,
+    needs_grad,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
@@ -415,7 +416,7 @@ def segment_gmm(
         check_tensor("x", x)
         check_tensor("w", w)
         return segment_gmm_op(*cast_as_linear(x, w), *segments)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, w)):
+    if needs_grad(x, w):
         raise RuntimeError("segment_gmm: out= has no gradient, but x or w requires one")
     segment_gmm_out_op(out, x, w, *segments)
     return out
