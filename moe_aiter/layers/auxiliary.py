@@ -39,8 +39,6 @@ class AuxLosses:
 
     def add(self, weights: Tensor, losses: Sequence[Tensor], loss_scale: Tensor | None) -> Tensor:
         """Attach the losses of a forward pass to the routing weights and return these, or keep the losses."""
-        if not losses:
-            return weights
         loss, compiles = reduce(torch.add, losses), torch.compiler.is_compiling()
         if self.attached:
             if not compiles:  # a compiled graph would have to return each value

@@ -368,9 +368,9 @@ class MoE(nn.Module):
     def with_losses(self, routing: Routing, *inputs: Any) -> Tensor:
         """Return the routing weights, with the losses attached or kept; the rest is as for `losses`."""
         if self.has_losses():
-            losses = self.losses(routing, *inputs)
-            return self.aux_losses.add(routing.routing_weights, losses, self._loss_scale)
-        if self.training:
+            if losses := self.losses(routing, *inputs):
+                return self.aux_losses.add(routing.routing_weights, losses, self._loss_scale)
+        elif self.training:
             self.aux_losses.check()
         return routing.routing_weights
 

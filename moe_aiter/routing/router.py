@@ -70,9 +70,10 @@ def route(
     with top_k=1, which train no router, and for a `choice` that does not fit.
     """
     check_shape("logits", logits, "T", "E")
+    check_sizes(top_k=top_k)
+    check_float(logits=logits)
     check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
     check_mask(mask, "logits", logits)
-    check_float(logits=logits)
     renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, logits.shape[1]))
     logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
     if score in FUSED and choice is None and selection_bias is None:
@@ -132,7 +133,6 @@ def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
 
 
 def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str, biased: bool) -> None:
-    check_sizes(top_k=top_k)
     if top_k > num_experts:
         raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
     if choice is not None:
@@ -182,7 +182,8 @@ def fill_logits(out: Tensor, i: LogitsInputs) -> None:
         x, w = packed(i.x, i.weight.T)
         torch.mm(x, w, out_dtype=out.dtype, out=out)
     else:
-        torch.mm(*packed(i.x.to(out.dtype), i.weight.to(out.dtype).T), out=out)
+        x, w = i.x.to(out.dtype), i.weight.to(out.dtype).T
+        torch.mm(*(packed(x, w) if x.is_cuda else (x, w)), out=out)
     if i.bias is not None:
         out += i.bias
 
@@ -274,7 +275,7 @@ class Router(nn.Module):
     ):  # fmt: skip
         super().__init__()
         check_parameter_dtype(dtype)
-        check_sizes(hidden=hidden, num_experts=num_experts)
+        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
         check_positive(scale=scale)
         check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
         renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, num_experts))
