@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_aiter.bench import cases
-from moe_aiter.bench.cases import FEW, Case, Operands, normal
+from moe_aiter.bench.cases import FEW, Case, Operands, by_matmul, normal, of_gemm
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
@@ -21,17 +21,16 @@ LOOP, STACKED = "torch, loop over experts", "torch, one after another"
 Contenders = dict[str, Callable[[], Tensor]]
 
 
-def grouped(T: int, K: int, N: int, E: int, top_k: int, device: torch.device, dtype: torch.dtype) -> Compared:
+def grouped(T: int, K: int, N: int, E: int, top_k: int, **kind) -> Compared:
     """Each token times the matrices of its experts, summed, as AITER's page has it."""
-    x = normal(T, K, device=device, dtype=dtype)
-    w = normal(E, K, N, device=device, dtype=dtype, scale=K**-0.5)
-    ids = torch.randint(0, E, (T, top_k), device=device)
+    x, w = normal(T, K, **kind), normal(E, K, N, scale=K**-0.5, **kind)
+    ids = torch.randint(0, E, (T, top_k), device=x.device)
 
-    def loop(kind: torch.dtype = dtype) -> Tensor:
-        out = torch.zeros(T, N, device=device, dtype=kind)
+    def loop(dtype: torch.dtype = x.dtype) -> Tensor:
+        out = torch.zeros(T, N, device=x.device, dtype=dtype)
         for e in range(E):
             token = (ids == e).nonzero()[:, 0]
-            out.index_add_(0, token, x[token].to(kind) @ w[e].to(kind))
+            out.index_add_(0, token, by_matmul(x[token], w[e], dtype))
         return out
 
     contenders = {"moe_aiter": lambda: grouped_gemm(x, w, ids), LOOP: loop}
@@ -47,8 +46,7 @@ def grouped_case(name: str, T: int, K: int, N: int, E: int, top_k: int, **named)
 def linear(activation: str, operands: Operands) -> Contenders:
     x, weight, bias = operands.tensors
     ours = functools.partial(gemm, x, weight.mT, bias, activation=activation or None)
-    inputs = x[None], weight.mT[None], bias, None, activation, 1.0, 0.0, None, False
-    found = by_backend(ours, *inputs)
+    found = by_backend(ours, of_gemm(x[None], weight.mT[None], bias, activation=activation))
     found["torch, unfused" if activation else "torch"] = operands.by_torch
     if activation in FUSED and bias is not None:
         how = {"use_gelu": FUSED[activation]}
@@ -56,12 +54,12 @@ def linear(activation: str, operands: Operands) -> Contenders:
     return found
 
 
-def by_backend(ours: Callable[[], Tensor], *inputs) -> Contenders:
-    """Return contenders: what a user gets, and on a GPU also each kernel that could be the fastest."""
-    found, many = {"moe_aiter": ours}, inputs[0].shape[1] > FEW
+def by_backend(ours: Callable[[], Tensor], i: GemmInputs) -> Contenders:
+    """Return contenders: what a user gets, and on a GPU also the kernel that could be the fastest."""
+    found, many = {"moe_aiter": ours}, i.x.shape[1] > FEW
     kernels = ("hopper", "triton") if many else ("triton",)
-    for backend in kernels if inputs[0].is_cuda else ():
-        if runs(IMPLS["gemm"][backend], GemmInputs(*inputs)):
+    for backend in kernels if i.x.is_cuda else ():
+        if runs(IMPLS["gemm"][backend], i):
             return found | {f"moe_aiter, {backend}": functools.partial(forced, backend, ours)}
     return found
 
@@ -72,14 +70,14 @@ def forced(backend: str, run: Callable[[], Tensor]) -> Tensor:
 
 
 def added(operands: Operands) -> Contenders:
-    a, b, _, c, *_ = operands.tensors
-    ours = functools.partial(gemm, a[0], b[0], alpha=0.5, beta=2.0, c=c[0])
-    return by_backend(ours, *operands.tensors) | {"torch": operands.by_torch}
+    i = operands.tensors
+    ours = functools.partial(gemm, i.x[0], i.w[0], alpha=i.alpha, beta=i.beta, c=i.c[0])
+    return by_backend(ours, i) | {"torch": operands.by_torch}
 
 
 def batched(operands: Operands) -> Contenders:
     a, b, *_ = operands.tensors
-    found = by_backend(lambda: gemm(a, b), *operands.tensors) | {"torch": lambda: torch.bmm(a, b)}
+    found = by_backend(lambda: gemm(a, b), operands.tensors) | {"torch": lambda: torch.bmm(a, b)}
     return found | {STACKED: lambda: torch.stack([x @ y for x, y in zip(a, b, strict=True)])}
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from moe_aiter.bench.cases import chosen, listed
+from moe_aiter.bench.cases import case_names, select
 from moe_aiter.bench.command import Asked, Command
-from moe_aiter.bench.measure import WHERE, add_list
+from moe_aiter.bench.measure import WHERE, add_contenders, add_list
 
 from . import dense, scaled, sparse, torchlike
 from .products import contest
@@ -29,16 +29,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="cases with this shape, or with this word in their name, such as toy [all for the device]",
     )
-    add_list(parser, lambda: listed(FAMILIES), of="cases")
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
-    )
+    add_list(parser, lambda: case_names(FAMILIES), of="cases")
+    add_contenders(parser, dtype=None)
     parser.add_argument("--dtype", help="dtype [the case's, mostly bfloat16]")
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     families = {name: FAMILIES[name] for name in args.family or FAMILIES}
-    for family, case in chosen(families, args.shape, args.dtype, kind):
+    for family, case in select(families, args.shape, args.dtype, kind):
         if kind == "cpu" and kind not in case.devices:  # its goals are a GPU's
             case = dataclasses.replace(case, goals={})
         cells = {"family": family, "case": case.name, "shape": case.shape}

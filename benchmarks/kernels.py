@@ -22,7 +22,7 @@ from moe_aiter.bench.measure import (
     FLOOR,
     SLACK,
     append,
-    columns,
+    check_columns,
     count,
     distances,
     provenance,
@@ -212,8 +212,10 @@ def main(args: argparse.Namespace) -> int:
         return refuse(args, "there is no GPU that torch can use")
     if strangers := set(args.shapes) - SHAPES.keys():
         return refuse(args, f"unknown shape {', '.join(sorted(strangers))}; known: {', '.join(SHAPES)}")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(args, f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    try:
+        check_columns(args.out, FIELDS)
+    except ValueError as mistake:
+        return refuse(args, str(mistake))
     where = provenance(torch.device("cuda"), "bfloat16", args.commit)
     print(", ".join(f"{k} {v}" for k, v in where.items()))
     for name in args.shapes or ["A", "B", "C", "D", "E"]:

@@ -19,12 +19,12 @@ from moe_aiter.bench.command import Asked, Command, Contest, Judge, errors_of
 from moe_aiter.bench.layer import SIZES, shape_cells
 from moe_aiter.bench.measure import (
     PASSES,
-    PEER_ERRORS,
     WHERE,
     Contender,
     PassTimer,
     add_contenders,
     add_shapes,
+    built,
     count,
     distances,
     skip,
@@ -108,20 +108,14 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
             yield lora_experts(p, adapters, format)
         except ValueError as error:
             skip(f"LoRAExperts, {format}", error)
+    peft = functools.partial(peft_experts, p, adapters)
     implementations = [NAME, f"{NAME}, whole weights", "grouped_mm", "eager"]
     if p.x.dtype != torch.bfloat16:
         implementations.remove("grouped_mm")
-    for name in implementations:
-        try:
-            yield peft_experts(p, adapters, name)
-        except PEER_ERRORS as error:
-            skip(f"PEFT with {name}", error)
+    yield from built((f"PEFT with {name}", functools.partial(peft, name)) for name in implementations)
     torch.compiler.reset()  # or the writers of a second shape reach the limit of recompilations
     for format in FOUR_BITS if "grouped_mm" in implementations else ():
-        try:
-            yield peft_experts(p, adapters, "grouped_mm", format)
-        except PEER_ERRORS as error:
-            skip(f"PEFT with grouped_mm, {format}", error)
+        yield from built([(f"PEFT with grouped_mm, {format}", functools.partial(peft, "grouped_mm", format))])
 
 
 def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:

@@ -96,8 +96,8 @@ def products(name: str, out: Tensor, inputs: tuple, shuffled: bool, every: bool)
         return Product(name, run, ours=True, **work, cells=cells | {"tile": tile})
 
     def product(backend: str) -> tiles.Product:
-        launch = functools.partial(forced, backend, shuffled)
-        return tiles.Product(f"{name}, {backend}", launch, out, inputs, work["flops"])
+        launch = functools.partial(forced, backend, shuffled, inputs)
+        return tiles.Product(f"{name}, {backend}", launch, out, work["flops"])
 
     yield contender(name, product("auto").run)
     impls, more = IMPLS["masked_gmm"], (*scales, None, None)[:2]
@@ -113,7 +113,7 @@ def products(name: str, out: Tensor, inputs: tuple, shuffled: bool, every: bool)
                     yield contender(one.name, run, str(config))
 
 
-def forced(backend: str, shuffled: bool, out: Tensor, *inputs: Tensor) -> None:
+def forced(backend: str, shuffled: bool, inputs: tuple, out: Tensor) -> None:
     with use(backend):
         masked_gmm(out, *inputs, shuffled=shuffled)
 

@@ -23,13 +23,13 @@ from moe_aiter.bench.command import Asked, Command, Contest, Error, Judge, error
 from moe_aiter.bench.layer import RESULTS, SIZES, qwen3_moe, shape_cells
 from moe_aiter.bench.measure import (
     PASSES,
-    PEER_ERRORS,
     WHERE,
     Contender,
     PassTimer,
     Times,
     add_contenders,
     add_shapes,
+    built,
     count,
     distances,
     measure_memory,
@@ -126,16 +126,8 @@ COMMAND = Command(
         *WHERE,
         *("ranks", "ep", "shape", *SIZES, "routing", "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
-        *(
-            "forward_share",
-            "step_share",
-            "sent_mb",
-            "pool_mib",
-            "held_mib",
-            "peak_mib",
-            "error",
-            "torch_error",
-        ),
+        *("forward_share", "step_share", "sent_mb", "pool_mib"),
+        *("held_mib", "peak_mib", "error", "torch_error"),
     ],
     (
         "{contender:<42}",
@@ -275,11 +267,8 @@ def contenders(p: RankProblem) -> Iterator[Contender]:
         yield ours(p, SYMMETRIC, ExpertParallel(transport="symmetric"))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
-    for name, build in ((TORCHTITAN, torchtitan), (HUGGING_FACE, hugging_face)):
-        try:
-            yield build(p)
-        except PEER_ERRORS as error:
-            skip(name, error)
+    peers = {TORCHTITAN: torchtitan, HUGGING_FACE: hugging_face}
+    yield from built((name, functools.partial(build, p)) for name, build in peers.items())
 
 
 def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
@@ -393,14 +382,8 @@ def torchtitan(p: RankProblem) -> Contender:
         return dx, torch.cat([dgate, dup], 1), *rest
 
     leaves = (p.x, experts.w1_EFD, experts.w3_EFD, experts.w2_EDF, p.routing_weights)
-    return Contender(
-        TORCHTITAN,
-        run,
-        leaves,
-        ours=True,
-        as_ours=as_ours,
-        cells=cells_of(all_to_all_bytes(p)),
-    )
+    cells = cells_of(all_to_all_bytes(p))
+    return Contender(TORCHTITAN, run, leaves, ours=True, as_ours=as_ours, cells=cells)
 
 
 def hugging_face(p: RankProblem) -> Contender:

@@ -3,7 +3,7 @@
 A family of `python -m benchmarks gemm` is a module beside this one with a list CASES.  A case makes what is
 compared:
 
-    def make(device, dtype):
+    def make(**kind):  # a device and a dtype
         x, w = ...
         contenders = {"moe_aiter": lambda: gemm(x, w), "torch": lambda: x @ w}
         return Compared(contenders, exact=lambda: x.double() @ w.double(), plain=lambda: x @ w)
@@ -35,7 +35,6 @@ from moe_aiter.bench.measure import (
     Outputs,
     Times,
     as_tuple,
-    call_times,
     captured,
     distances,
     kernel_times,
@@ -72,8 +71,8 @@ class Comparison(Case):
 def compared(case: Case, contenders: Callable[[Operands], dict], plain: bool = True, **work) -> Comparison:
     """Return a case of `moe-aiter tune` with contenders, made of its operands."""
 
-    def make(*sizes) -> Compared:
-        operands = case.make(*sizes)
+    def make(*sizes, **kind) -> Compared:
+        operands = case.make(*sizes, **kind)
         exact = functools.partial(operands.by_torch, torch.float64)
         return Compared(contenders(operands), exact, operands.by_torch if plain else None)
 
@@ -82,7 +81,7 @@ def compared(case: Case, contenders: Callable[[Operands], dict], plain: bool = T
 
 def contest(case: Comparison, device: torch.device, dtype: torch.dtype) -> Contest:
     """Return the contenders of a case, and a copy if a goal names it."""
-    found, exact, plain = case.make(*case.sizes, device, dtype)
+    found, exact, plain = case.make(*case.sizes, device=device, dtype=dtype)
     work = {"flops": case.flops, "bytes": case.bytes}
     field = [Product(name, call, ours=name.startswith(OURS), **work) for name, call in found.items()]
     field += [copy_of(case.bytes, device)] if COPY in case.goals else []
@@ -133,7 +132,7 @@ class KernelTimer:
     @torch.no_grad()
     def cells(self, reps: int) -> list[dict]:
         """Return the cells that each contender's row gets."""
-        times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else call_times(self.runs, reps)
+        times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else time_calls(self.runs, reps)
         hosts = [t.median for t in times]
         if self.host and self.on_gpu:
             hosts = time_calls([one.run for one in self.field], reps, wait=torch.cuda.synchronize)

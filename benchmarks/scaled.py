@@ -49,9 +49,9 @@ def beside(case: Case) -> Comparison:
     return compared(case, product, plain=False, goals=goals, **work)
 
 
-def batch(G: int, M: int, N: int, K: int, device: torch.device, dtype: torch.dtype) -> Compared:
-    x, w = draw(G, M, K, device=device, dtype=dtype), draw(G, N, K, device=device, dtype=dtype).mT
-    one, x16, w16 = torch.ones(1, device=device), x.bfloat16(), w.bfloat16()
+def batch(G: int, M: int, N: int, K: int, **kind) -> Compared:
+    x, w = draw(G, M, K, **kind), draw(G, N, K, **kind).mT
+    one, x16, w16 = torch.ones(1, device=x.device), x.bfloat16(), w.bfloat16()
     contenders = {
         "moe_aiter": lambda: scaled_bmm(x, w, one, one, out_dtype=torch.bfloat16),
         "torch.bmm, bfloat16": lambda: x16 @ w16,
@@ -73,9 +73,9 @@ def batch_case(G: int, M: int, N: int, K: int, **named) -> Comparison:
     )
 
 
-def layers(layer: nn.Module, inputs: tuple, kind: str) -> Compared:
+def layers(layer: nn.Module, inputs: tuple, format: str) -> Compared:
     """A layer, quantised, beside itself: both as far from the truth as the formula that quantises it is."""
-    small, narrow = quantize(layer, kind), quantize(layer, "bf16")
+    small, narrow = quantize(layer, format), quantize(layer, "bf16")
     wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
 
     def plain() -> Tensor:
@@ -86,18 +86,15 @@ def layers(layer: nn.Module, inputs: tuple, kind: str) -> Compared:
     return Compared(contenders, exact=lambda: layer.double()(*wide), plain=plain)
 
 
-def linear(kind: str, M: int, N: int, K: int, device: torch.device, dtype: torch.dtype) -> Compared:
-    layer = nn.Linear(K, N, device=device, dtype=dtype)
-    return layers(layer, (normal(M, K, device=device, dtype=dtype),), kind)
+def linear(format: str, M: int, N: int, K: int, **kind) -> Compared:
+    return layers(nn.Linear(K, N, **kind), (normal(M, K, **kind),), format)
 
 
-def experts(
-    kind: str, T: int, H: int, width: int, E: int, top_k: int, device: torch.device, dtype: torch.dtype
-) -> Compared:
-    layer = Experts(E, H, width, device=device, dtype=dtype)
+def experts(format: str, T: int, H: int, width: int, E: int, top_k: int, **kind) -> Compared:
+    layer, device = Experts(E, H, width, **kind), kind["device"]
     plan = make_plan(torch.rand(T, E, device=device).argsort(1)[:, :top_k], E)
     weights = torch.rand(T, top_k, device=device)
-    return layers(layer, (normal(T, H, device=device, dtype=dtype), weights, plan), kind)
+    return layers(layer, (normal(T, H, **kind), weights, plan), format)
 
 
 def linear_case(kind: str, M: int, N: int, K: int, **named) -> Comparison:

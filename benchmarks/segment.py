@@ -57,12 +57,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     names = "cases, as --list prints them [all but toys on a GPU, lora and decode on a CPU]"
     parser.add_argument("--case", nargs="+", choices=SEGMENTS, metavar="NAME", help=names)
     add_list(parser, lambda: ", ".join(SEGMENTS), of="cases")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="float16",
-        help="dtype of inputs and weights [float16]",
-    )
+    text, dtypes = "dtype of inputs and weights [float16]", ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, default="float16", help=text)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -111,9 +107,8 @@ class Problem:
     @property
     def bytes(self) -> int:
         """The bytes to read and to write; each weight is read once."""
-        return (
-            self.x.numel() + self.weights.numel() + len(self.x) * self.segments.d_out
-        ) * self.x.element_size()
+        numbers = self.x.numel() + self.weights.numel() + len(self.x) * self.segments.d_out
+        return numbers * self.x.element_size()
 
     @property
     def flops(self) -> int:
@@ -121,9 +116,8 @@ class Problem:
 
     def reference(self, dtype: torch.dtype) -> Tensor:
         weights = self.weights.to(dtype).mT
-        return segment_gmm_reference(
-            SegmentInputs(self.x.to(dtype), weights, None, self.indptr, self.numbers)
-        )
+        i = SegmentInputs(self.x.to(dtype), weights, None, self.indptr, self.numbers)
+        return segment_gmm_reference(i)
 
 
 def new_problem(s: Segments, device: torch.device, dtype: torch.dtype) -> Problem:

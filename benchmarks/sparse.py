@@ -28,22 +28,20 @@ def blocks(block: int, operands: Operands) -> dict[str, Callable[[], Tensor]]:
     return contenders | {BSR: lambda: F.linear(x, sparse)}
 
 
-def entries(
-    layout: str, M: int, N: int, percent: float, device: torch.device, dtype: torch.dtype
-) -> Compared:
+def entries(layout: str, M: int, N: int, percent: float, **kind) -> Compared:
     """The whole call, with a weight in this layout."""
-    x, w = torch.randn(M, N, device=device, dtype=dtype), sparse_weight(N, percent, 1, device, dtype)
+    x, w = torch.randn(M, N, **kind), sparse_weight(N, percent, 1, **kind)
     sparse, dense = w.to_sparse(layout=LAYOUTS[layout]), functools.partial(F.linear, x, w)
     contenders = {"moe_aiter": lambda: sparse_gemm(x, sparse), MM: lambda: torch.sparse.mm(sparse, x.T).T}
     return Compared(contenders | {DENSE: dense}, lambda: F.linear(x.double(), w.double()), dense)
 
 
-def step(*sizes) -> Compared:
+def step(*sizes, **kind) -> Compared:
     """Forward and backward: values with their pattern, and a weight of BSR that it makes of them.
 
     The first and the last block stand for the weight's gradient, of which each contender has others.
     """
-    x, w, dout, pattern = cases.sparse_step(*sizes).tensors
+    x, w, dout, pattern = cases.sparse_step(*sizes, **kind).tensors
     block, _ = pattern.blocksize
 
     def of_blocks(dw: Tensor) -> tuple[Tensor, Tensor]:

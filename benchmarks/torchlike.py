@@ -20,14 +20,14 @@ HALVES = "bfloat16", "float16"
 GOALS = {"torch": 0.97}
 
 
-def attended(sizes: tuple[int, ...], padded: bool, how: dict, device, dtype) -> Compared:
+def attended(sizes: tuple[int, ...], padded: bool, how: dict, **kind) -> Compared:
     """`attention` with the options `how`, and keys of other lengths in each sequence if `padded`."""
     B, Hq, Hk, Sq, Sk, D = sizes
-    q = normal(B, Hq, Sq, D, device=device, dtype=dtype)
-    k, v = (normal(B, Hk, Sk, D, device=device, dtype=dtype) for _ in range(2))
+    q = normal(B, Hq, Sq, D, **kind)
+    k, v = (normal(B, Hk, Sk, D, **kind) for _ in range(2))
     mask = None
     if padded:
-        mask = torch.arange(Sk, device=device) < torch.randint(Sk // 2, Sk, (B, 1), device=device)
+        mask = torch.arange(Sk, device=q.device) < torch.randint(Sk // 2, Sk, (B, 1), device=q.device)
     call, *_ = agree(q, k, v, None, how.get("is_causal", False), None, 0.0, how.get("window"))
     square = call.is_torchs_causal
     shown = mask[:, None, None] if padded else band(call) if call.is_banded and not square else None
@@ -64,11 +64,11 @@ def attention_case(
     )
 
 
-def convolved(N: int, C: int, size: int, filters: int, device, dtype) -> Compared:
+def convolved(N: int, C: int, size: int, filters: int, **kind) -> Compared:
     """A kernel of 3 by 3 over pictures; torch's also by way of channels last, and back."""
-    x = normal(N, C, size, size, device=device, dtype=dtype)
-    w = normal(filters, C, 3, 3, device=device, dtype=dtype, scale=(9 * C) ** -0.5)
-    bias = normal(filters, device=device, dtype=dtype)
+    x = normal(N, C, size, size, **kind)
+    w = normal(filters, C, 3, 3, **kind, scale=(9 * C) ** -0.5)
+    bias = normal(filters, **kind)
 
     def through_channels_last() -> Tensor:
         last = [t.to(memory_format=torch.channels_last) for t in (x, w)]

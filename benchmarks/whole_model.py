@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_aiter.bench.measure import WHERE, append, columns, count, provenance, refuse, summary
+from moe_aiter.bench.measure import WHERE, append, check_columns, count, provenance, refuse, summary
 from moe_aiter.integrations import peft as adapters
 from moe_aiter.integrations import transformers as integration
 
@@ -231,8 +231,10 @@ def main(args: argparse.Namespace) -> int:
     args.sequence, failed = min(args.sequence, args.tokens), False
     if args.tokens % args.sequence:
         return refuse(args, f"--tokens {args.tokens} must be a multiple of --sequence {args.sequence}")
-    if args.out and args.out.is_file() and columns(args.out) != FIELDS:
-        return refuse(args, f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    try:
+        check_columns(args.out, FIELDS)
+    except ValueError as mistake:
+        return refuse(args, str(mistake))
     transformers.logging.set_verbosity_error()
     where = provenance(torch.device(args.device), args.dtype, args.commit)
     where |= {"transformers": transformers.__version__}

@@ -70,7 +70,7 @@ READERS: Readers = {
     "model_sizes": at(tune_gemm.model_sizes),
     "bench report: csv": at(lambda path: report.update(path, path)),
     "bench report: document": at(lambda path: report.update(path.with_name("given.csv"), path)),
-    "bench: columns": at(measure.columns),
+    "bench: columns": at(lambda path: measure.check_columns(path, [])),
     "bench: append": at(lambda path: measure.append(path, [], [])),
 }
 if importlib.util.find_spec("transformers"):

@@ -19,12 +19,12 @@ from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.gemm import ACTIVATIONS, new_gemm
 from ..kernels.dense.scaled_gemm import ScaledInputs
 from ..kernels.grouped.masked_gmm import MaskedInputs
-from ..kernels.sparse.gemm import sparse_gemm  # noqa: F401  likewise
+from ..kernels.sparse.gemm import sparse_gemm  # noqa: F401  defines its ops
 from ..kernels.sparse.pattern import SparsePattern
 from ..op import IMPLS, ORDER, runs
 from ..tuning.choice import case_of
 from .measure import Outputs
-from .tiles import Kernel, launches_of
+from .tiles import Kernel, launch, launches_of
 
 FEW = 16  # rows up to which the weight is what takes time
 ASKED = {"devices": ()}  # with --shape: each tile and epilogue takes seconds to compile
@@ -50,13 +50,16 @@ class Case:
     devices: tuple[str, ...] = ("cuda",)  # where it is measured without being asked for
 
 
-def listed(families: Mapping[str, Sequence[Case]]) -> str:
+Families = Mapping[str, Sequence[Case]]
+
+
+def case_names(families: Families) -> str:
     """The names of all cases, by family."""
     return "; ".join(f"{family}: {', '.join(case.name for case in own)}" for family, own in families.items())
 
 
-def chosen(
-    families: Mapping[str, Sequence[Case]], words: list[str] | None, dtype: str | None, kind: str
+def select(
+    families: Families, words: list[str] | None, dtype: str | None, kind: str
 ) -> list[tuple[str, Case]]:
     """(family, case): those that the words name, or those for this device; of them those that take `dtype`.
 
@@ -75,112 +78,97 @@ def chosen(
     if dtype not in (None, *dtypes):
         raise ValueError(f"there is no such case: --dtype is {dtype!r}; it takes {', '.join(dtypes)}")
     of = f" of {dtype}" if dtype else ""
-    raise ValueError(f"there is no such case{of}; there are, of {listed(families)}")
+    raise ValueError(f"there is no such case{of}; there are, of {case_names(families)}")
 
 
 # dense
 
 
-def normal(*shape: int, device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device=device, dtype=dtype).mul_(scale)
+def normal(*shape: int, scale: float = 1.0, **kind) -> Tensor:
+    """`kind` is a device and a dtype."""
+    return torch.randn(shape, **kind).mul_(scale)
 
 
-def linear(
-    M: int, K: int, N: int, activation: str, bias: bool, device: torch.device, dtype: torch.dtype
-) -> Operands:
-    """An nn.Linear, and what comes after it."""
-    x = normal(M, K, device=device, dtype=dtype)
-    weight = normal(N, K, device=device, dtype=dtype, scale=K**-0.5)
-    any_bias = normal(N, device=device, dtype=dtype)
-    by_torch = functools.partial(linear_by_torch, x, weight, any_bias if bias else None, activation)
-    kernels = functools.partial(linear_kernels, x, weight, any_bias)
-    return Operands((x, weight, any_bias if bias else None), by_torch, kernels)
+def of_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, c: Tensor | None = None, activation: str = "",
+    alpha: float = 1.0, beta: float = 0.0,
+) -> GemmInputs:  # fmt: skip
+    return GemmInputs(x, w, bias, c, activation, alpha, beta, None, False)
 
 
-def linear_by_torch(
+def gemm_product(name: str, by_torch: Callable[..., Tensor], i: GemmInputs) -> Kernel:
+    (B, M, K), N = i.x.shape, i.w.shape[2]
+    launches, asked = launches_of("gemm", i), case_of(*question(i))
+    return Kernel(name, new_gemm(i), launches, 2 * B * M * N * K, by_torch, case=asked)
+
+
+def by_matmul(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return a.to(dtype=dtype) @ b.to(dtype=dtype)
+
+
+def by_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    cast = [None if t is None else t.to(dtype or t.dtype) for t in (x, weight, bias)]
+    cast = [None if t is None else t.to(dtype=dtype) for t in (x, weight, bias)]
     return FUNCTIONS[activation or "identity"][0](F.linear(*cast))
+
+
+def a_linear(M: int, K: int, N: int, activation: str, has_bias: bool, **kind) -> Operands:
+    """An nn.Linear, and what comes after it."""
+    x, weight, any_bias = normal(M, K, **kind), normal(N, K, scale=K**-0.5, **kind), normal(N, **kind)
+    bias = any_bias if has_bias else None
+    kernels = functools.partial(linear_kernels, x, weight, any_bias)
+    return Operands((x, weight, bias), functools.partial(by_linear, x, weight, bias, activation), kernels)
 
 
 def linear_kernels(x: Tensor, weight: Tensor, bias: Tensor) -> Iterable[Kernel]:
     """In few rows the plain product; in many every epilogue, and a weight that lies by columns."""
     w = weight.mT
-    yield linear_kernel("none", x, w, None)
-    if len(x) > FEW:
-        yield linear_kernel("none", x, w.contiguous(), None)
-        yield linear_kernel("bias", x, w, bias)
-        for activation in sorted(ACTIVATIONS, key=lambda name: name != "gelu"):  # whose tile serves them all
-            yield linear_kernel(activation, x, w, bias)
+    epilogues = {"none": (w, None)}
+    if len(x) > FEW:  # of the activations, the tile of the first serves them all
+        epilogues |= {"none, by columns": (w.contiguous(), None), "bias": (w, bias)}
+        epilogues |= dict.fromkeys(sorted(ACTIVATIONS, key=lambda name: name != "gelu"), (w, bias))
+    for name, (w, bias) in epilogues.items():
+        activation = name if name in ACTIVATIONS else ""
+        by_torch = functools.partial(by_linear, x, w.mT, bias, activation)
+        yield gemm_product(name, by_torch, of_gemm(x[None], w[None], bias, activation=activation))
 
 
-def linear_kernel(epilogue: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Kernel:
-    activation = epilogue if epilogue in ACTIVATIONS else ""
-    name = f"{epilogue}, by columns" if w.is_contiguous() else epilogue
-    by_torch = functools.partial(linear_by_torch, x, w.mT, bias, activation)
-    return gemm_kernel(name, by_torch, x[None], w[None], bias, None, activation, 1.0, 0.0, None, False)
-
-
-def gemm_kernel(name: str, by_torch: Callable[..., Tensor], *inputs) -> Kernel:
-    """Return the kernel of the op `gemm` for these inputs."""
-    i, launches = GemmInputs(*inputs), launches_of("gemm", *inputs)
-    (B, M, K), N = i.x.shape, i.w.shape[2]
-    return Kernel(name, new_gemm(i), launches, 2 * B * M * N * K, by_torch, case=case_of(*question(i)))
-
-
-def added(M: int, K: int, N: int, device: torch.device, dtype: torch.dtype) -> Operands:
+def added(M: int, K: int, N: int, **kind) -> Operands:
     """alpha * a @ b + beta * c, as cutlass_gemm is called."""
-    a, c = normal(M, K, device=device, dtype=dtype), normal(M, N, device=device, dtype=dtype)
-    b = normal(K, N, device=device, dtype=dtype, scale=K**-0.5)
+    a, c, b = normal(M, K, **kind), normal(M, N, **kind), normal(K, N, scale=K**-0.5, **kind)
 
-    def by_torch(kind: torch.dtype = dtype) -> Tensor:
-        return torch.addmm(c.to(kind), a.to(kind), b.to(kind), alpha=0.5, beta=2.0)
+    def by_torch(dtype: torch.dtype | None = None) -> Tensor:
+        return torch.addmm(*(t.to(dtype=dtype) for t in (c, a, b)), alpha=0.5, beta=2.0)
 
-    inputs = a[None], b[None], None, c[None], "", 0.5, 2.0, None, False
-    return Operands(inputs, by_torch, lambda: [gemm_kernel("c", by_torch, *inputs)])
-
-
-def batched(B: int, M: int, K: int, N: int, device: torch.device, dtype: torch.dtype) -> Operands:
-    a, b = normal(B, M, K, device=device, dtype=dtype), normal(B, K, N, device=device, dtype=dtype)
-    inputs = a, b, None, None, "", 1.0, 0.0, None, False
-
-    def by_torch(kind: torch.dtype = dtype) -> Tensor:
-        return a.to(kind) @ b.to(kind)
-
-    return Operands(inputs, by_torch, lambda: [gemm_kernel("batches", by_torch, *inputs)])
+    i = of_gemm(a[None], b[None], c=c[None], alpha=0.5, beta=2.0)
+    return Operands(i, by_torch, lambda: [gemm_product("c", by_torch, i)])
 
 
-def shuffled(M: int, K: int, N: int, device: torch.device, dtype: torch.dtype) -> Operands:
+def batched(B: int, M: int, K: int, N: int, **kind) -> Operands:
+    i = of_gemm(normal(B, M, K, **kind), normal(B, K, N, **kind))
+    by_torch = functools.partial(by_matmul, i.x, i.w)
+    return Operands(i, by_torch, lambda: [gemm_product("batches", by_torch, i)])
+
+
+def shuffled(M: int, K: int, N: int, **kind) -> Operands:
     """An nn.Linear's product with a weight as `shuffle_weight` orders it, beside torch's own."""
-    x = normal(M, K, device=device, dtype=dtype)
-    weight = normal(N, K, device=device, dtype=dtype, scale=K**-0.5)
-    ordered = shuffle_weight(weight)
-    by_torch = functools.partial(linear_by_torch, x, weight, None, "")
+    x, weight = normal(M, K, **kind), normal(N, K, scale=K**-0.5, **kind)
+    ordered, by_torch = shuffle_weight(weight), functools.partial(by_linear, x, weight, None, "")
+
+    masked, rest = IMPLS["masked_gmm"]["triton"], (x[None], ordered[None], None, None, None, True)
+
+    def by_masked_gmm(out: Tensor) -> None:  # whose tile is in the tables of masked products
+        launch(masked, MaskedInputs(out[None], *rest), out[None])
 
     def kernels() -> Iterable[Kernel]:
-        launches = launches_of_shuffled(x, ordered) | {"torch": (into_linear, (x, weight))}
-        case = case_of("gemm_shuffled", x, "nt", "none", M, N, K)
-        yield Kernel("shuffled", x.new_empty(M, N), launches, 2 * M * N * K, by_torch, case=case, tiled=False)
+        out, launches = x.new_empty(M, N), {"torch": lambda out: torch.mm(x, weight.mT, out=out)}
+        if "triton" in ORDER[x.device.type] and runs(masked, MaskedInputs(out[None], *rest)):
+            launches["triton"] = by_masked_gmm
+        asked = case_of("gemm_shuffled", x, "nt", "none", M, N, K)
+        yield Kernel("shuffled", out, launches, 2 * M * N * K, by_torch, case=asked, tiled=False)
 
     return Operands((x, ordered), by_torch, kernels)
-
-
-def into_linear(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    torch.mm(x, weight.mT, out=out)
-
-
-def launches_of_shuffled(x: Tensor, weight: Tensor) -> dict[str, tuple[Callable, tuple]]:
-    """Return the launches of the masked product, whose tile is in the tables of masked products."""
-    impl, inputs = IMPLS["masked_gmm"]["triton"], (x[None], weight[None], None, None, None, True)
-
-    def launch(out: Tensor, *inputs) -> None:
-        i = MaskedInputs(out[None], *inputs)
-        impl(i)(i.out, i)
-
-    i = MaskedInputs(x.new_empty(1, len(x), len(weight)), *inputs)
-    here = "triton" in ORDER[x.device.type] and runs(impl, i)
-    return {"triton": (launch, inputs)} if here else {}
 
 
 def case(name: str, make: Callable[..., Operands], *sizes: int, **named) -> Case:
@@ -188,7 +176,7 @@ def case(name: str, make: Callable[..., Operands], *sizes: int, **named) -> Case
 
 
 def linear_case(name: str, *sizes: int, activation: str = "", bias: bool = True, **named) -> Case:
-    return Case(name, "x".join(map(str, sizes)), linear, (*sizes, activation, bias), **named)
+    return Case(name, "x".join(map(str, sizes)), a_linear, (*sizes, activation, bias), **named)
 
 
 HALF = ("float16", "bfloat16", "float32")
@@ -238,23 +226,19 @@ def draw(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def scaled(M: int, N: int, K: int, device: torch.device, dtype: torch.dtype) -> Operands:
+def scaled(M: int, N: int, K: int, **kind) -> Operands:
     """Scales of 1, so that a peer that has none computes the same."""
-    x, w = draw(M, K, device=device, dtype=dtype), draw(N, K, device=device, dtype=dtype).mT
-    one, out = torch.ones(1, device=device), torch.bfloat16
-
-    def by_torch(kind: torch.dtype) -> Tensor:
-        return x.to(kind) @ w.to(kind)
+    x, w = draw(M, K, **kind), draw(N, K, **kind).mT
+    one, by_torch = torch.ones(1, device=x.device), functools.partial(by_matmul, x, w)
 
     def kernels() -> Iterable[Kernel]:
-        inputs = x, w, one.expand(M), one.expand(N), None, out
-        asked, launches = None, launches_of("scaled_gemm", *inputs)
-        if fits_blas(ScaledInputs(*inputs)):
+        i, asked = ScaledInputs(x, w, one.expand(M), one.expand(N), None, torch.bfloat16), None
+        launches, out = launches_of("scaled_gemm", i), torch.empty(M, N, device=x.device, dtype=i.dtype)
+        if fits_blas(i):
             asked = case_of("scaled_fp8", x, "nt", "none", M, N, K)
         else:
             del launches["torch"]
-        found = torch.empty(M, N, device=device, dtype=out)
-        yield Kernel("scales", found, launches, 2 * M * N * K, by_torch, plain=False, case=asked)
+        yield Kernel("scales", out, launches, 2 * M * N * K, by_torch, plain=False, case=asked)
 
     return Operands((x, w, one), by_torch, kernels)
 
@@ -282,50 +266,45 @@ SCALED = [
 ROWS = 4096  # of x
 
 
-def sparse_weight(N: int, percent: float, block: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    kept = (torch.rand(N // block, N // block, device=device) * 100 >= percent).to(dtype)
+def sparse_weight(N: int, percent: float, block: int, **kind) -> Tensor:
+    kept = (torch.rand(N // block, N // block, device=kind["device"]) * 100 >= percent).to(kind["dtype"])
     kept[0, 0] = kept[-1, -1] = 1  # whose gradients are compared
-    w = torch.randn(N, N, device=device, dtype=dtype).mul_((N * (100 - percent) / 100) ** -0.5)
+    w = torch.randn(N, N, **kind).mul_((N * (100 - percent) / 100) ** -0.5)
     return w.mul_(kept.repeat_interleave(block, 0).repeat_interleave(block, 1))
 
 
-def sparse(M: int, N: int, percent: int, block: int, device: torch.device, dtype: torch.dtype) -> Operands:
-    x, w = torch.randn(M, N, device=device, dtype=dtype), sparse_weight(N, percent, block, device, dtype)
-    by_torch = functools.partial(linear_by_torch, x, w, None, "")
+def sparse(M: int, N: int, percent: int, block: int, **kind) -> Operands:
+    x, w = torch.randn(M, N, **kind), sparse_weight(N, percent, block, **kind)
+    by_torch = functools.partial(by_linear, x, w, None, "")
 
     def kernels() -> Iterable[Kernel]:
         pattern = SparsePattern.from_dense(w, block)
         inputs = x, pattern.take(w), None, pattern.lists, *w.shape, False
-        yield sparse_kernel("forward", x.new_empty(M, N), pattern, by_torch, "sparse_matmul", *inputs)
+        yield sparse_product("forward", x.new_empty(M, N), by_torch, "sparse_matmul", *inputs)
 
     return Operands((x, w), by_torch, kernels)
 
 
-def sparse_step(
-    M: int, N: int, percent: int, block: int, device: torch.device, dtype: torch.dtype
-) -> Operands:
+def sparse_step(M: int, N: int, percent: int, block: int, **kind) -> Operands:
     """Forward and backward; the kernel is that of the values' gradient."""
-    x, dout = torch.randn(2, M, N, device=device, dtype=dtype)
-    w = sparse_weight(N, percent, block, device, dtype)
+    x, dout = torch.randn(2, M, N, **kind)
+    w = sparse_weight(N, percent, block, **kind)
     pattern = SparsePattern.from_dense(w, block)
 
-    def by_torch(kind: torch.dtype = dtype) -> Tensor:
-        return pattern.take(dout.to(kind).T @ x.to(kind))
+    def by_torch(dtype: torch.dtype | None = None) -> Tensor:
+        return pattern.take(by_matmul(dout.T, x, dtype))
 
     def kernels() -> Iterable[Kernel]:
         out, inputs = x.new_empty(pattern.num_blocks, block, block), (dout, x, pattern.lists, block, block)
-        yield sparse_kernel("gradient", out, pattern, by_torch, "sparse_matmul_grad", *inputs)
+        yield sparse_product("gradient", out, by_torch, "sparse_matmul_grad", *inputs)
 
     return Operands((x, w, dout, pattern), by_torch, kernels)
 
 
-def sparse_kernel(
-    name: str, out: Tensor, pattern: SparsePattern, by_torch: Callable[..., Tensor], op: str, *inputs
-) -> Kernel:
-    a, b = pattern.blocksize
-    launches = launches_of(op, *inputs)
+def sparse_product(name: str, out: Tensor, by_torch: Callable[..., Tensor], op: str, *inputs) -> Kernel:
+    launches, values = launches_of(op, inputs), out if name == "gradient" else inputs[1]
     launches.pop("torch", None)
-    return Kernel(name, out, launches, 2 * len(inputs[0]) * pattern.num_blocks * a * b, by_torch)
+    return Kernel(name, out, launches, 2 * len(inputs[0]) * values.numel(), by_torch)
 
 
 def sparse_cases(name: str, M: int, N: int, percent: int, block: int, **named) -> list[Case]:

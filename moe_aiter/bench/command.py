@@ -22,13 +22,12 @@ from .measure import (
     PassTimer,
     add_measurement,
     append,
-    columns,
+    check_columns,
     distances,
     progress,
     provenance,
     refuse,
     skipped,
-    widen,
 )  # fmt: skip
 
 
@@ -132,10 +131,7 @@ def ready(command: Command, args: argparse.Namespace, kind: str) -> list[Asked]:
     """What is asked for, where the device is there and the file takes its rows; else ValueError."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU that torch can use")
-    if args.out and args.out.is_file():
-        widen(args.out, command.fields, command.added)
-        if columns(args.out) != command.fields:
-            raise ValueError(f"{args.out} has other columns: {', '.join(columns(args.out))}")
+    check_columns(args.out, command.fields, command.added)
     contests = list(command.asked(args, kind))
     if args.out:
         append(args.out, [], command.fields)  # a place that cannot be written shows before the measurement

@@ -25,17 +25,16 @@ from ..routing.plan import make_plan
 from .command import Asked, Command, Contest, Error, Judge, errors_of
 from .measure import (
     PASSES,
-    PEER_ERRORS,
     WHERE,
     Contender,
     PassTimer,
     add_contenders,
     add_shapes,
+    built,
     device_name,
     distances,
     floors,
     parameter,
-    skip,
     sustained,
 )  # fmt: skip
 from .problem import (
@@ -59,12 +58,8 @@ ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add_shapes(parser, "A to E on a GPU, cpu on a CPU")
-    parser.add_argument(
-        "--routing",
-        choices=("normal", "zipf"),
-        default="normal",
-        help="normal logits, or skewed experts [normal]",
-    )
+    text = "normal logits, or skewed experts [normal]"
+    parser.add_argument("--routing", choices=("normal", "zipf"), default="normal", help=text)
     add_contenders(parser)
 
 
@@ -129,28 +124,21 @@ def by_loop(p: Problem) -> Judge:
         exact, torch_errors = expected(contender.routed)
         if contender.expert_ids and not torch.equal(contender.expert_ids(), p.expert_ids):
             exact = truth(p, contender.expert_ids(), contender.routed, torch.float64)
-        return errors_of(comparable(got, p.shape), exact, torch_errors, RESULTS)
+        experts = checked_experts(p.shape)  # whose weights' gradients the truth has
+        if len(experts) < p.shape.num_experts:
+            got = [t[experts] if part in PER_EXPERT else t for part, t in zip(RESULTS, got, strict=False)]
+        return errors_of(got, exact, torch_errors, RESULTS)
 
     return judge
 
 
-def comparable(got: list[Tensor], shape: Shape) -> list[Tensor]:
-    """Return the tensors that the truth has too: of the weights' gradients, those of `checked_experts`."""
-    experts = checked_experts(shape)
-    if len(experts) == shape.num_experts:
-        return got
-    return [t[experts] if part in PER_EXPERT else t for part, t in zip(RESULTS, got, strict=False)]
+def shares(row: dict, floor: dict[str, float]) -> dict:
+    """Return the floor of each pass in percent of its time."""
+    return {f"{name}_roofline": 100 * ms / sustained(row, f"{name}_") for name, ms in floor.items()}
 
 
 def shape_cells(name: str, shape: Shape) -> dict:
     return {"shape": name} | dict(zip(SIZES, shape.sizes, strict=True))
-
-
-def shares(row: dict, floor: dict[str, float]) -> dict:
-    """Return the floor of each pass in percent of its time."""
-    return {
-        f"{p}_roofline": 100 * ms / sustained(row, f"{p}_") for p, ms in floor.items() if f"{p}_ms" in row
-    }
 
 
 # contenders
@@ -170,12 +158,8 @@ def contenders(p: Problem) -> Iterator[Contender]:
         for both in (False, True):
             yield later_micro_batch(our_layer(p, fp8=fp8), p, both)
     yield from our_experts(p)
-    yield loop(p)
-    for name, build in peers(p):
-        try:
-            yield build()
-        except PEER_ERRORS as error:
-            skip(name, error)
+    yield Contender("for-loop over experts", lambda: for_loop(p), expert_inputs(p))
+    yield from built(peers(p))
 
 
 def peers(p: Problem) -> Iterator[tuple[str, Callable[[], Contender]]]:
@@ -207,10 +191,6 @@ def expert_inputs(p: Problem) -> tuple[Tensor, ...]:
 def keeps_room(p: Problem) -> bool:
     """Whether memory of their own for one contender's gradients leaves enough for the others."""
     return 8 * (p.gate_up.nbytes + p.down.nbytes) < torch.cuda.get_device_properties(p.x.device).total_memory
-
-
-def loop(p: Problem) -> Contender:
-    return Contender("for-loop over experts", lambda: for_loop(p), expert_inputs(p))
 
 
 def multiplies_8_bits(p: Problem) -> bool:

@@ -16,7 +16,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from torch import Tensor
 from ..files import opened, read_text
 from ..op import use
 from .problem import Problem, Shape, listed
-
-T = TypeVar("T")
 
 
 def count(text: str) -> int:
@@ -36,16 +33,12 @@ def count(text: str) -> int:
     return int(text)
 
 
-def add_contenders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="dtype of inputs and weights [bfloat16]",
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
-    )
+def add_contenders(parser: argparse.ArgumentParser, dtype: str | None = "bfloat16") -> None:
+    if dtype:
+        text, choices = f"dtype of inputs and weights [{dtype}]", ("bfloat16", "float16", "float32")
+        parser.add_argument("--dtype", choices=choices, default=dtype, help=text)
+    text = "run only contenders whose name contains one of these words"
+    parser.add_argument("--only", nargs="+", metavar="WORD", help=text)
 
 
 class ListNames(argparse.Action):
@@ -71,16 +64,10 @@ def add_shapes(parser: argparse.ArgumentParser, default: str, plain: bool = Fals
 
 def add_measurement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device [cuda if there is a GPU, else cpu]")
-    parser.add_argument(
-        "--reps",
-        type=count,
-        metavar="N",
-        help="timed runs of each contender "
-        "[25 on a GPU, 5 for models; 11 on a CPU, 3 for lora, models, muon, offload]",
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, metavar="CSV", help="append the results to this file [none]"
-    )
+    text = "[25 on a GPU, 5 for models; 11 on a CPU, 3 for lora, models, muon, offload]"
+    parser.add_argument("--reps", type=count, metavar="N", help=f"timed runs of each contender {text}")
+    text = "append the results to this file [none]"
+    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help=text)
     parser.add_argument("--commit", help="commit to record [the one that git reports]")
     parser.set_defaults(prog=parser.prog)
 
@@ -99,10 +86,6 @@ def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def identity(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return gradients
-
-
 @dataclasses.dataclass
 class Contender:
     """A function without arguments from the current inputs of a problem to its outputs."""
@@ -118,7 +101,7 @@ class Contender:
     backend: str | None = None  # forced, forward and backward
     around: Callable[[], contextlib.AbstractContextManager] | None = None  # what is entered before, untimed
     dout: tuple[Tensor, ...] | None = None  # if not problem.dout
-    as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = identity  # its gradients -> as in leaves
+    as_ours: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = tuple  # its gradients -> as in leaves
     errors: tuple[type[Exception], ...] = ()  # that it raises, beside PEER_ERRORS
     always: bool = False  # whatever --only says
     cells: dict = dataclasses.field(default_factory=dict)  # of its row
@@ -143,7 +126,7 @@ class Contender:
         return use(self.backend) if self.backend else contextlib.nullcontext()
 
 
-def progress(items: Iterable[T], what: str, name: Callable[[T], str] = str) -> Iterator[T]:
+def progress(items: Iterable, what: str, name: Callable[..., str] = str) -> Iterator:
     """Iterate with a progress bar on a terminal, if tqdm is installed, that shows the name of each item."""
     if importlib.util.find_spec("tqdm") is None:
         yield from items
@@ -178,6 +161,15 @@ PEER_ERRORS = (
     *(RuntimeError, ImportError, AttributeError, TypeError, ValueError),
     *(AssertionError, ArithmeticError, LookupError),
 )
+
+
+def built(peers: Iterable[tuple[str, Callable[[], Contender]]]) -> Iterator[Contender]:
+    """Yield the contenders that can be built here, by name; print a line for each of the others."""
+    for name, build in peers:
+        try:
+            yield build()
+        except PEER_ERRORS as error:
+            skip(name, error)
 
 
 def parameter(x: Tensor) -> torch.nn.Parameter:
@@ -365,12 +357,7 @@ def recorded() -> torch.cuda.Event:
     return event
 
 
-def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[float]:
-    """The median of `call_times`."""
-    return [times.median for times in call_times(runs, reps, wait)]
-
-
-def call_times(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[Times]:
+def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], object] = int) -> list[Times]:
     """Microseconds until each call returns, all in turn, after a `wait` for those before."""
     samples: list[list[float]] = [[] for _ in runs]
     for round in range(WARMUP + reps):
@@ -422,6 +409,7 @@ class PassTimer:
         self.problem, self.flops, self.field = problem, flops, []
 
     def add(self, contender: Contender) -> dict:
+        """Return the cells that the contender's row gets at once."""
         self.field.append(contender)
         return {}
 
@@ -548,21 +536,22 @@ def git_commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def columns(path: pathlib.Path) -> list[str]:
-    with opened(path, newline="") as file:
-        try:
-            return next(csv.reader(file), [])
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{path} is not a CSV file: {error}") from None
+def check_columns(path: pathlib.Path | None, fields: list[str], added: Sequence[str] = ()) -> None:
+    """Give an older file those of the `added` columns that it lacks, empty.
 
-
-def widen(path: pathlib.Path, fields: list[str], added: Sequence[str]) -> None:
-    """Give an older file those of the `added` columns that it lacks, empty."""
-    there = columns(path)
-    if there == fields or there != [f for f in fields if f in there or f not in added]:
+    Raises ValueError if a file has other columns.
+    """
+    if path is None or not path.exists():
         return
-    with opened(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with opened(path, newline="") as file:
+            rows = list(reader := csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
+    if (there := reader.fieldnames or []) == fields:
+        return
+    if there != [f for f in fields if f in there or f not in added]:
+        raise ValueError(f"{path} has other columns: {', '.join(there)}")
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()

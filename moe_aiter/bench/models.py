@@ -22,7 +22,16 @@ from ..kernels import hopper
 from ..kernels.experts.tiers import HOPPER, PORTABLE, meta_experts, products, tier
 from . import layer
 from .command import Asked, Command, Contest
-from .measure import PASSES, PEER_ERRORS, WHERE, Contender, PassTimer, add_list, device_name, skip
+from .measure import (
+    PASSES,
+    WHERE,
+    Contender,
+    PassTimer,
+    add_contenders,
+    add_list,
+    built,
+    device_name,
+)
 from .problem import Problem, Shape, new_problem
 
 MODELS = pathlib.Path(__file__).with_name("models.csv")
@@ -84,12 +93,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", nargs="+", metavar="NAME", help=text)
     add_list(parser, lambda: "; ".join(models()), of="models")
     parser.add_argument("--tier", choices=TIERS, help="our kernels to time [all that run here]")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out torch.compile, which is slow to compile"
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="run only contenders whose name contains one of these words"
-    )
+    text = "leave out torch.compile, which is slow to compile"
+    parser.add_argument("--no-compile", action="store_true", help=text)
+    add_contenders(parser, dtype=None)
 
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
@@ -120,13 +126,8 @@ COMMAND = Command(
         *(*layer.HOST, "held_mib", "peak_mib", "error", "torch_error", "note", *PRODUCTS),
     ],
     (
-        *(
-            "{contender:<42}",
-            "{step_ms:9.3f} ms",
-            "{step_tflops:7.4g} TFLOP/s",
-            "host {step_host_ms:7.2f} ms",
-        ),
-        *("{peak_mib:8.0f} MiB", "{error:9.1e}"),
+        *("{contender:<42}", "{step_ms:9.3f} ms", "{step_tflops:7.4g} TFLOP/s"),
+        *("host {step_host_ms:7.2f} ms", "{peak_mib:8.0f} MiB", "{error:9.1e}"),
     ),
     options,
     asked,
@@ -159,12 +160,9 @@ def contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Co
     peers["Hugging Face experts"] = lambda: layer.hugging_face_experts(p)
     if p.x.is_cuda and p.shape.plain:
         peers["SonicMoE"] = lambda: layer.sonicmoe(p)
-    for name, build in peers.items():
-        try:
-            # not checked with biases: they round z twice, and may add up the gradient of a bias in 16 bits
-            yield dataclasses.replace(build(), checked=not p.shape.bias)
-        except PEER_ERRORS as error:
-            skip(name, error)
+    for peer in built(peers.items()):
+        # not checked with biases: they round z twice, and may add up the gradient of a bias in 16 bits
+        yield dataclasses.replace(peer, checked=not p.shape.bias)
     yield layer.dense(p)
 
 

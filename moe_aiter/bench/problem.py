@@ -50,12 +50,6 @@ class Shape:
         return 2 * self.num_tokens * self.top_k * self.hidden * (self.width + self.intermediate)
 
 
-def per_token(hidden: int, intermediate: int, num_experts: int, top_k: int) -> dict[int, Shape]:
-    """One layer with batches of 512 to 65536 tokens."""
-    batches = [2**i for i in range(9, 17)]
-    return {T: Shape(T, hidden, intermediate, num_experts, top_k) for T in batches}
-
-
 # the layers of the SonicMoE paper, arXiv 2512.14080, that are not A or B
 PAPER = {
     "1.4B-256": Shape(40960, 768, 256, 128, 8),
@@ -74,7 +68,7 @@ MODELS = {
     "gpt-oss-plain": Shape(8192, 2880, 2880, 32, 4),  # what biases and its activation cost
     "dsv3": Shape(16384, 7168, 2048, 256, 8),  # DeepSeek-V3
 }
-TOKENS = {f"C-{T}": shape for T, shape in per_token(2048, 768, 128, 8).items()}
+TOKENS = {f"C-{2**i}": Shape(2**i, 2048, 768, 128, 8) for i in range(9, 17)}
 SHAPES = {
     "A": Shape(32768, 4096, 1024, 128, 8),
     "B": Shape(24576, 1536, 256, 128, 8),

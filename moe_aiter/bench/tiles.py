@@ -24,7 +24,7 @@ from ..kernels.quantize.blocks import plan_row_blocks
 from ..kernels.quantize.four_bit import quantized
 from ..kernels.quantize.rows import quantize_rows
 from ..kernels.rows.sort import sort_by_expert
-from ..op import IMPLS, INPUTS, ORDER, bound, runs
+from ..op import IMPLS, INPUTS, ORDER, bound, poison, runs
 from ..op import pick as pick_backend
 from ..tuning import Config
 from ..tuning.choice import ChoiceKey
@@ -33,24 +33,24 @@ from .command import errors_of
 from .measure import Outputs, as_tuple, distances, time_graphs
 from .problem import Shape
 
+Launch = Callable[[Tensor | tuple[Tensor, ...]], None]  # of a kernel into these outputs
 FASTER = 0.97  # of the default's time
 CLOSE = 2e-3  # relative distance from the default's result; rounding to bfloat16 alone is 1.7e-3 from exact
 
 
 @dataclasses.dataclass
 class Product:
-    """One launch of a kernel that looks a tile up: an implementation, its outputs and its inputs."""
+    """One launch of a kernel that looks a tile up."""
 
     name: str
-    launch: Callable
+    launch: Launch
     out: Tensor | tuple[Tensor, ...]
-    inputs: tuple
     flops: float
     accept: Callable[[tuple[Tensor, ...]], bool] | None = None  # else what is near the default's result
     rival: Callable[[], None] | None = None  # the Hopper kernel, if this is the portable one
 
     def run(self) -> None:
-        self.launch(self.out, *self.inputs)
+        self.launch(self.out)
 
     def run_with(self, config: Config) -> None:
         with tuning.choose(lambda key: config):
@@ -73,7 +73,7 @@ class Kernel:
 
     name: str
     outs: Tensor | tuple[Tensor, ...]  # those of no elements do not count
-    launches: dict[str, tuple[Callable, tuple]]  # backend -> what is called with outs and inputs, and these
+    launches: dict[str, Launch]  # by backend
     flops: float
     by_torch: Callable[..., Outputs]  # what torch makes of it in a dtype, else in that of the inputs
     plain: bool = True  # whether the latter's error is the bar; else that of the truth, rounded
@@ -84,8 +84,8 @@ class Kernel:
         """Return the products of all backends but torch."""
         accept = functools.cache(self.judge)  # the truth is computed once, and only where a tile is checked
         return {
-            backend: Product(self.name, launch, self.outs, inputs, self.flops, lambda outs: accept()(outs))
-            for backend, (launch, inputs) in self.launches.items()
+            backend: Product(self.name, launch, self.outs, self.flops, lambda outs: accept()(outs))
+            for backend, launch in self.launches.items()
             if backend != "torch"
         }
 
@@ -102,22 +102,16 @@ class Kernel:
         return accept
 
 
-def launcher(op: str, impl: Callable) -> Callable:
-    """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
-
-    @functools.wraps(impl)
-    def launch(out, *inputs):
-        i = INPUTS[op](*inputs)
-        bound(impl, i)(out, i)
-
-    return launch
+def launch(impl: Callable, i: tuple, out: Tensor | tuple[Tensor, ...]) -> None:
+    """Launch an implementation, which decides anew at each call."""
+    bound(impl, i)(out, i)
 
 
-def launches_of(op: str, *inputs) -> dict[str, tuple[Callable, tuple]]:
+def launches_of(op: str, inputs: tuple) -> dict[str, Launch]:
     """The backends of an op that take these inputs, torch among them."""
-    there, i = [*(b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")), "torch"], INPUTS[op]
-    impls = {b: IMPLS[op][b] for b in there if b in IMPLS[op]}
-    return {b: (launcher(op, impl), inputs) for b, impl in impls.items() if runs(impl, i(*inputs))}
+    i, there = INPUTS[op](*inputs), [b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")]
+    impls = {b: IMPLS[op][b] for b in (*there, "torch") if b in IMPLS[op]}
+    return {b: functools.partial(launch, impl, i) for b, impl in impls.items() if runs(impl, i)}
 
 
 def pick(default: Config, times: dict[Config, float]) -> Config:
@@ -138,11 +132,6 @@ def check(product: Product, configs: list[Config]) -> tuple[list[Config], list[C
         accept = accept or like_the_default(product, config)
         (good if accept(product.outs()) else bad).append(config)
     return good, bad
-
-
-def poison(outs: tuple[Tensor, ...]) -> None:
-    for out in outs:
-        out.fill_(float("nan"))
 
 
 def fits(call: Callable[[], object]) -> bool:
@@ -182,20 +171,20 @@ def measure(product: Product, configs: list[Config], reps: int) -> dict[Config |
 def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
     """The products of a training step on ragged routing, on the tier that runs them; on all where `every`.
     On Hopper those of 8-bit floats as well."""
-    tiers = [b for b in ORDER[device.type] if b in ("hopper", "triton")]
     for name, op, weights, out, inputs in step(shape, device, dtype):
-        i = INPUTS[op](*inputs)
-        there = [IMPLS[op][b] for b in tiers if b in IMPLS[op] and runs(IMPLS[op][b], i)]
-        flops = weights * shape.forward_flops / 3
-        for launch in there if every else [b for b in there if b is pick_backend(op, i)]:
-            rival = None if launch is there[0] else functools.partial(launcher(op, there[0]), out, *inputs)
-            yield Product(name, launcher(op, launch), out, inputs, flops, rival=rival)
-        if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, *inputs)):
-            yield Product(name, small[0], out, small[1], flops)
+        launches, picked = launches_of(op, inputs), pick_backend(op, INPUTS[op](*inputs))
+        launches.pop("torch", None)
+        flops, first = weights * shape.forward_flops / 3, next(iter(launches.values()), None)
+        for backend, launch in launches.items():
+            if every or IMPLS[op][backend] is picked:
+                rival = None if launch is first else functools.partial(first, out)
+                yield Product(name, launch, out, flops, rival=rival)
+        if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, inputs)):
+            yield Product(name, small, out, flops)
 
 
-def of_8_bits(op: str, *inputs) -> tuple[Callable, tuple] | None:
-    """Return the launcher and the inputs of the product in 8-bit floats, as under `fp8=`.
+def of_8_bits(op: str, inputs: tuple) -> Launch | None:
+    """Return the launch of the product in 8-bit floats, as under `fp8=`.
 
     None for a product that stays as it is, and for sizes that do not fit the kernels.
     """
@@ -205,22 +194,19 @@ def of_8_bits(op: str, *inputs) -> tuple[Callable, tuple] | None:
         if not hopper.fits_gmm_unpermute_fp8(i):
             return None
         (x8, x_scale), (w8, w_scale) = quantize_rows(x), quantize_rows(w.mT)
-        bind, scales = hopper.launcher("gmm", "bind_product"), (None, x_scale, w_scale)
-
-        def launch(out, *inputs):
-            bind(x8, w8.mT, (*x8.shape, len(w8)), x.dtype)(out, *inputs, *scales)
-
-        return launch, (x8, w8.mT, sizes, bias)
+        bind, size = hopper.launcher("gmm", "bind_product"), (*x8.shape, len(w8))
+        operands = x8, w8.mT, sizes, bias, None, x_scale, w_scale
+        return lambda out: bind(x8, w8.mT, size, x.dtype)(out, *operands)
     if op == "tgmm":
         x, y, *plan, columns_first = inputs
         group_sizes, order, top_k = plan
-        row_blocks = plan_row_blocks(group_sizes, len(y))
-        x8 = quantize_rows(x)
+        row_blocks, x8 = plan_row_blocks(group_sizes, len(y)), quantize_rows(x)
         y8 = quantize_y(row_blocks, order, top_k, "e4m3", x8[1], y)
         i = TgmmFp8Inputs(*x8, *y8, *plan, 0, columns_first)
-        return (
-            (functools.partial(multiply_fp8, i), lay_out(i, slice(None))) if hopper.fits_tgmm_fp8(i) else None
-        )
+        if not hopper.fits_tgmm_fp8(i):
+            return None
+        operands, K = lay_out(i, slice(None)), i.x8.shape[1]
+        return lambda out: bind_columns(i, K, (out if columns_first else out.mT).stride())(out, *operands)
     if op == "expert_up":
         x, w, *after, _, _ = inputs
         fits, i = hopper.fits_up_fp8, UpFp8Inputs(*quantize_rows(x), *quantize_rows(w), *after, x.dtype)
@@ -230,12 +216,7 @@ def of_8_bits(op: str, *inputs) -> tuple[Callable, tuple] | None:
         fits = hopper.fits_down_grad_fp8
     else:
         return None
-    return (launcher(f"{op}_fp8", IMPLS[f"{op}_fp8"]["hopper"]), i) if fits(i) else None
-
-
-def multiply_fp8(i: TgmmFp8Inputs, out: Tensor, *operands: Tensor) -> None:
-    product = bind_columns(i, i.x8.shape[1], (out if i.columns_first else out.mT).stride())
-    product(out, *operands)
+    return functools.partial(launch, IMPLS[f"{op}_fp8"]["hopper"], i) if fits(i) else None
 
 
 def distinct_column_slices(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
@@ -266,13 +247,8 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
     scores = torch.randn(T, E, device=device).softmax(1)
     weights, expert_ids = scores.topk(k)
     order, _rank, sizes = plan = sort_by_expert(expert_ids, E)
-    x, dout, z, dz, sa = (
-        normal(T, H),
-        normal(T, H),
-        normal(R, 2 * width),
-        normal(R, 2 * width),
-        normal(R, width),
-    )
+    x, dout, z, dz = normal(T, H), normal(T, H), normal(R, 2 * width), normal(R, 2 * width)
+    sa = normal(R, width)
     gate_up, down = normal(E, 2 * width, H, fan_in=H), normal(E, H, width, fan_in=width)
     act = "swiglu", False, True
     new_z, new_a = empty(R, 2 * width), empty(R, width)
@@ -316,10 +292,10 @@ def four_bit_products(
         gathered = (order, k) if name == "up" else (None, 1)
         x = torch.randn(T if name == "up" else T * k, K, device=device, dtype=dtype)
         inputs = FourBitInputs(x, w.packed, *w.parts, transpose, sizes, None, *gathered)
-        launches = launches_of("four_bit_gmm", *inputs)
+        launches = launches_of("four_bit_gmm", inputs)
         del launches["torch"]
-        for launch, _ in list(launches.values())[: None if every else 1]:
-            yield Product(name, launch, x.new_empty(T * k, N), inputs, weights * shape.forward_flops / 3)
+        for launch in list(launches.values())[: None if every else 1]:
+            yield Product(name, launch, x.new_empty(T * k, N), weights * shape.forward_flops / 3)
 
 
 CLEAR = 0.99  # of torch's time; between two launches of the same kernel there is less
@@ -352,8 +328,7 @@ def launched(kernel: Kernel, tiles: dict[Key, Config]) -> dict[str, Callable[[],
     for backend, product in kernel.products().items():
         tile = tiles.get(product.key()) if kernel.tiled else None
         runs[backend] = functools.partial(product.run_with, tile) if tile else product.run
-    launch, inputs = kernel.launches["torch"]
-    return runs | {"torch": functools.partial(launch, kernel.outs, *inputs)}
+    return runs | {"torch": functools.partial(kernel.launches["torch"], kernel.outs)}
 
 
 def decided(times: dict[str, float]) -> tuple[str, float]:

@@ -37,23 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=[LAYER], metavar="NAME",
                         help=f"kernels to tune: {', '.join(FAMILIES)} [{LAYER}]")  # fmt: skip
     parser.add_argument("--shape", nargs="+", metavar="NAME", help=names)
-    parser.add_argument(
-        "--tokens", nargs="+", type=count, metavar="T", help="numbers of tokens [the shape's]"
-    )
-    parser.add_argument(
-        "--op",
-        nargs="+",
-        choices=OPS,
-        metavar="OP",
-        help="tune only these kernels [all that this GPU can run]",
-    )
+    text = "numbers of tokens [the shape's]"
+    parser.add_argument("--tokens", nargs="+", type=count, metavar="T", help=text)
+    text = "tune only these kernels [all that this GPU can run]"
+    parser.add_argument("--op", nargs="+", choices=OPS, metavar="OP", help=text)
     text = "file to write [the table of this GPU]; choices of backends go to choice/ beside it"
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help=text)
     text = "append the time of every tile to this file [none]"
     parser.add_argument("--times", type=pathlib.Path, metavar="CSV", help=text)
     parser.add_argument("--reps", type=count, default=15, metavar="N", help="timed runs of each tile [15]")
     text = "time dense products and write a table in AITER's format"
-    known = lambda: f"kernels: {', '.join(OPS)}; {listed()}; {cases.listed(cases.FAMILIES)}"  # noqa: E731
+    known = lambda: f"kernels: {', '.join(OPS)}; {listed()}; {cases.case_names(cases.FAMILIES)}"  # noqa: E731
     add_list(parser, known, of="kernels, shapes and cases")
     parser.set_defaults(prog=parser.prog)
     several = parser.add_subparsers(dest="product", metavar="gemm")
@@ -114,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     for family, case in selected:
         print(f"\n{family}, {case.name} ({case.shape}), {case.dtypes[0]}")
         torch.manual_seed(0)
-        operands = case.make(*case.sizes, torch.device("cuda"), getattr(torch, case.dtypes[0]))
+        operands = case.make(*case.sizes, device=torch.device("cuda"), dtype=getattr(torch, case.dtypes[0]))
         tune_kernels(list(operands.kernels()), run)
         del operands  # before the next ones are made
         torch.cuda.empty_cache()
@@ -135,7 +129,7 @@ def asked(args: argparse.Namespace) -> tuple[dict[str, Shape], list[tuple[str, c
             raise ValueError(
                 f"{FOUR_BIT} needs H and I that are multiples of {NF4}, not those of {name}: {s}"
             )
-    return shapes, cases.chosen(families, args.shape, None, "cuda") if families else []
+    return shapes, cases.select(families, args.shape, None, "cuda") if families else []
 
 
 def tune_layers(args: argparse.Namespace, shapes: dict[str, Shape], run: Run, family: str) -> None:
@@ -210,11 +204,8 @@ def tune_product(product: Product, key: Key, run: Run) -> None:
         kept += ", no row"
         run.drop(key)
     else:
-        run.save(key._asdict() | dataclasses.asdict(choice) | figures(default, choice, times))
+        figures = {"us": f"{times[choice]:.1f}", "default_us": f"{times[default]:.1f}"}
+        run.save(key._asdict() | dataclasses.asdict(choice) | figures)
     kept += "" if rival == math.inf else f" (Hopper kernel: {rival:.1f} us)"
     us, best = times[default], min(times.values())
     print(f"{key.op:<24} {product.name:<10} {sizes:<20} {us:10.1f} {best:9.1f}  {choice}{kept}", flush=True)
-
-
-def figures(default: Config, choice: Config, times: dict[Config, float]) -> dict:
-    return {"us": f"{times[choice]:.1f}", "default_us": f"{times[default]:.1f}"}

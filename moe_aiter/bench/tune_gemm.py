@@ -43,32 +43,24 @@ def shape(text: str) -> tuple[int, int, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
-    parser.add_argument(
-        "sizes", nargs="*", type=shape, metavar="MxNxK", help="sizes: x (M, K) times weight (N, K)"
-    )
-    parser.add_argument(
-        "--untuned", type=pathlib.Path, metavar="CSV", help="file of sizes that AITER_TUNE_GEMM wrote"
-    )
-    parser.add_argument(
-        "--model",
-        type=pathlib.Path,
-        metavar="JSON",
-        help="config.json of a transformers model, instead of sizes",
-    )
+    text = "sizes: x (M, K) times weight (N, K)"
+    parser.add_argument("sizes", nargs="*", type=shape, metavar="MxNxK", help=text)
+    text = "file of sizes that AITER_TUNE_GEMM wrote"
+    parser.add_argument("--untuned", type=pathlib.Path, metavar="CSV", help=text)
+    text = "config.json of a transformers model, instead of sizes"
+    parser.add_argument("--model", type=pathlib.Path, metavar="JSON", help=text)
     rows = f"M of a model's products [{' '.join(map(str, ROWS))}]"
     parser.add_argument("--rows", nargs="+", type=count, default=ROWS, metavar="M", help=rows)
-    parser.add_argument(
-        "--dtype", choices=dtypes, default=dtypes[0], help=f"dtype of x and weight [{dtypes[0]}]"
-    )
+    text = f"dtype of x and weight [{dtypes[0]}]"
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help=text)
     parser.add_argument("--out-dtype", choices=dtypes, help="dtype of the result [that of x]")
     parser.add_argument("--bias", action="store_true", help="add a bias")
     parser.add_argument("--shuffled", action="store_true", help="also time shuffled weights")
     parser.add_argument("--out", type=pathlib.Path, default=OUT, metavar="CSV", help=f"file to write [{OUT}]")
     parser.add_argument("--replace", action="store_true", help="measure existing rows again and replace them")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device [cuda if there is a GPU, else cpu]")
-    parser.add_argument(
-        "--reps", type=count, metavar="N", help="timed runs of each [25 on a GPU, 11 on a CPU]"
-    )
+    text = "timed runs of each [25 on a GPU, 11 on a CPU]"
+    parser.add_argument("--reps", type=count, metavar="N", help=text)
     parser.add_argument("--commit", help="commit to record [the one that git reports]")
     parser.set_defaults(prog=parser.prog)
 
@@ -109,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
         wrong += len(bad)
         for one in bad:
             print(f"WRONG, left out: {one.libtype} {one.kernel}, its error is {one.error:.1e}")
-        save(args.out, row(problem, device, found, about), there.get(problem))
+        if (old := there.get(problem)) is not None:
+            print(f"replaces {old.us} us by {old.libtype}")
+            drop(args.out, old)
+        append(args.out, [row(problem, device, found, about)], COLUMNS)
         show(problem, found)
     cache_clear()
     return int(wrong > 0)
@@ -155,9 +150,8 @@ def model_sizes(path: pathlib.Path) -> list[tuple[int, int]]:
     q, kv = heads * head, size("num_key_value_heads", heads) * head
     vocabulary = size("vocab_size")
     sizes = [(q + 2 * kv, hidden), (q, hidden), (kv, hidden), (hidden, q)]
-    return list(
-        dict.fromkeys([*sizes, (2 * width, hidden), (width, hidden), (hidden, width), (vocabulary, hidden)])
-    )
+    sizes += [(2 * width, hidden), (width, hidden), (hidden, width), (vocabulary, hidden)]
+    return list(dict.fromkeys(sizes))
 
 
 def left_out(problem: Problem, there: Row | None, args: argparse.Namespace) -> str:
@@ -189,7 +183,8 @@ def measure(problem: Problem, device: torch.device, reps: int) -> tuple[list[Con
         (one.error,) = distances([one.run()], [exact])
         (good if one.error <= SLACK * bar + FLOOR else bad).append(one)
     runs = [one.run for one in good]
-    times = time_graphs(runs, reps) if device.type == "cuda" else time_calls(runs, reps)
+    on_gpu = device.type == "cuda"
+    times = time_graphs(runs, reps) if on_gpu else [t.median for t in time_calls(runs, reps)]
     for one, us in zip(good, times, strict=True):
         one.us = us
     return good, bad
@@ -241,25 +236,12 @@ def row(problem: Problem, device: torch.device, found: list[Contender], about: s
     best = choice(found)
     (M, N, K), (gfx, units) = problem[:3], this_device(device)
     moved = problem.dtype.itemsize * (M * K + N * K) + problem.out_dtype.itemsize * M * N
-    cells = {
-        "gfx": gfx,
-        "cu_num": units,
-        **problem.cells(),
-        "libtype": best.libtype,
-        "solidx": 0,
-        "splitK": 0,
-    }
+    cells = {"gfx": gfx, "cu_num": units} | problem.cells()
+    cells |= {"libtype": best.libtype, "solidx": 0, "splitK": 0}
     cells |= {"us": f"{best.us:.2f}", "kernelName": best.kernel, "err_ratio": f"{best.error:.2e}"}
     cells |= {"tflops": f"{2 * M * N * K / best.us / 1e6:.2f}", "bw": f"{moved / best.us / 1e3:.1f}"}
     cells["provenance"] = f"{about}; F.linear {found[0].us:.2f} us"
     return {name: str(cell) for name, cell in cells.items()}
-
-
-def save(path: pathlib.Path, cells: dict[str, str], old: Row | None) -> None:
-    if old is not None:
-        print(f"replaces {old.us} us by {old.libtype}")
-        drop(path, old)
-    append(path, [cells], COLUMNS)
 
 
 def words(problem: Problem) -> str:

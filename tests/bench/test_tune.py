@@ -37,7 +37,7 @@ class Fake:
     def __init__(self, wrong=None, nan=None, unfit=None):
         self.asked, self.wrong, self.nan, self.unfit = [], wrong, nan, unfit
 
-    def __call__(self, out, *inputs):
+    def __call__(self, out):
         from triton.runtime.errors import OutOfResources
 
         self.asked.append(tuning.lookup(KEY.op, torch.bfloat16, 64, KEY.n, KEY.k, 8))
@@ -48,7 +48,7 @@ class Fake:
             out[0] = float("nan")
 
     def product(self):
-        return tiles.Product("down", self, torch.empty(64), (), 1000)
+        return tiles.Product("down", self, torch.empty(64), 1000)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, ri
     monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
     saved = []
     run = tune.Run(None, 3, saved.append, None, lambda key: None, lambda rows: None)
-    tune.tune_product(tiles.Product("down", None, torch.empty(64), (), 1000), Key(op, 16, rows, 64, 64), run)
+    tune.tune_product(tiles.Product("down", None, torch.empty(64), 1000), Key(op, 16, rows, 64, 64), run)
     slower = (op, rows, rival) == ("gmm", 8, 40)
     assert (
         len(saved) == 1 - slower
@@ -237,7 +237,7 @@ def test_only_the_kernel_that_runs_is_tuned_unless_an_op_is_asked_for(few, monke
     monkeypatch.setitem(ORDER, "cpu", tuple(there))
     monkeypatch.setitem(IMPLS, "expert_up", there)
     for every, expected in ((False, ["triton" if few else "hopper"]), (True, ["hopper", "triton"])):
-        found = [product.launch.__wrapped__ for product in tiles.products(*shape, every)]
+        found = [product.launch.args[0] for product in tiles.products(*shape, every)]
         assert found == [there[name] for name in expected]
 
 
@@ -344,8 +344,7 @@ def test_products_of_8_bits(monkeypatch):
     T, H, width, E, k = 32, 256, 64, 4, 2
     step = tiles.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
     for _, op, _, out, inputs in step:
-        found = tiles.of_8_bits(op, *inputs)
-        found[0](out, *found[1])
+        tiles.of_8_bits(op, inputs)(out)
     modules = [module for (module, _), *_ in launched]
     assert modules == ["up", "gmm", "down_grad", "gmm", "tgmm", "tgmm"]
     for (_, given, how), (name, *_, out, (x, y, *_, first)) in zip(launched[4:], step[4:], strict=True):

@@ -10,7 +10,7 @@ from moe_aiter.bench.cases import Case, Operands
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
-from moe_aiter.op import use
+from moe_aiter.op import poison, use
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.choice import CHOICES, ChoiceKey
 from moe_aiter.tuning.store import PROVENANCE
@@ -33,15 +33,15 @@ class Fake:
     def __init__(self, wrong=()):
         self.wrong, self.ran = wrong, []
 
-    def launch(self, outs, x):
+    def launch(self, outs):
         config = tuning.lookup(KEY.op, torch.bfloat16, 8, KEY.n, KEY.k, 1)
         self.ran.append(config)
         outs[0].fill_(1.01 if config in self.wrong else 1)
 
     def kernel(self, torch_s=1.0, name="none"):
         launches = {
-            "hopper": (self.launch, (torch.ones(1),)),
-            "torch": (lambda outs, x: outs[0].fill_(torch_s), (torch.ones(1),)),
+            "hopper": self.launch,
+            "torch": lambda outs: outs[0].fill_(torch_s),
         }
         outs = torch.empty(64, dtype=torch.bfloat16), torch.empty(0)
         return Kernel(
@@ -61,7 +61,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
 
     def become(kernels, backends, **us):
-        case = Case("one", "8x1024x64", lambda *_: Operands((), None, lambda: kernels))
+        case = Case("one", "8x1024x64", lambda **_: Operands((), None, lambda: kernels))
         monkeypatch.setitem(cases.FAMILIES, "dense", [case])
         times = {USUAL: 100.0, **dict.fromkeys(OTHERS, 99.0), OTHERS[1]: 80.0}
         monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
@@ -166,7 +166,7 @@ def test_the_shipped_choices_stay_as_they_are_when_nothing_is_added(tmp_path):
 
 def kernels(family, name, dtype):
     (case,) = (case for case in cases.FAMILIES[family] if case.name == name)
-    return {kernel.name: kernel for kernel in case.make(*case.sizes, CPU, dtype).kernels()}
+    return {kernel.name: kernel for kernel in case.make(*case.sizes, device=CPU, dtype=dtype).kernels()}
 
 
 TOYS = [
@@ -203,11 +203,10 @@ def test_torch_s_own_of_a_toy_is_right_and_its_case_is_the_one_that_is_asked(
 ):
     for kernel in kernels(family, name, dtype).values():
         outs = kernel.outs if isinstance(kernel.outs, tuple) else (kernel.outs,)
-        tiles.poison(outs)
+        poison(outs)
         assert not kernel.judge()(outs)
         if "torch" in kernel.launches:
-            launch, inputs = kernel.launches["torch"]
-            launch(kernel.outs, *inputs)
+            kernel.launches["torch"](kernel.outs)
             assert kernel.judge()(outs), kernel.name
             assert (
                 kernel.case.rows >= 1

@@ -30,7 +30,7 @@ def square(x, contenders, plain=None, **named):
     """A case of x @ x, in float32."""
     made = Compared(contenders, lambda: x.double() @ x.double(), plain)
     sizes = {"flops": 2 * len(x) ** 3, "bytes": 8 * len(x) ** 2}
-    return Comparison("square", "8x8x8", lambda *_: made, **sizes, dtypes=("float32",), **named)
+    return Comparison("square", "8x8x8", lambda **_: made, **sizes, dtypes=("float32",), **named)
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ def test_small_ones_are_accurate(case, capsys):
     rows, wrong = measure(case, dtype)
     names = {row["contender"] for row in rows}
     assert not wrong and "moe_aiter" in names and "refused" not in capsys.readouterr().out
-    assert case.goals.keys() <= case.make(*case.sizes, torch.device("cpu"), dtype).contenders.keys()
+    assert (
+        case.goals.keys() <= case.make(*case.sizes, device=torch.device("cpu"), dtype=dtype).contenders.keys()
+    )
 
 
 def test_goals():
