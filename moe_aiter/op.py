@@ -564,14 +564,9 @@ def write_back(args: tuple[Any, ...], i: tuple[Any, ...], written: list[int]) ->
             args[n].copy_(i[n])
 
 
-def extended(name: str, inputs: type, **fields: Any) -> Any:
-    """Return a NamedTuple with the fields of another, of which `fields` replace some, or follow the last."""
-    return NamedTuple(name, [*(get_type_hints(inputs, include_extras=True) | fields).items()])
-
-
-def preceded(name: str, inputs: type, **fields: Any) -> Any:
-    """Return a NamedTuple with `fields`, and behind them the fields of another."""
-    return NamedTuple(name, [*(fields | get_type_hints(inputs, include_extras=True)).items()])
+def extended(name: str, inputs: type, first: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Return a NamedTuple: `first`, the fields of another, and `fields`, which may replace some of those."""
+    return NamedTuple(name, [*((first or {}) | get_type_hints(inputs, include_extras=True) | fields).items()])
 
 
 def saving(save: Function, kind: type[Inputs]) -> Function:

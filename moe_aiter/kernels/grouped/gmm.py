@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, gradients, pick, preceded, takes
+from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, extended, gradients, pick, takes
 from ...tuning.aiter_json import tile_of
 from ...tuning.candidates import Config
 from .. import hopper
@@ -460,7 +460,7 @@ gmm_unpermute_op = define_op(
 # gmm_unpermute_add: `gmm_unpermute` for the rows of another window
 
 
-class GmmUnpermuteAddInputs(preceded("GmmUnpermuteAddInputs", GmmUnpermuteInputs, out=Written)):
+class GmmUnpermuteAddInputs(extended("GmmUnpermuteAddInputs", GmmUnpermuteInputs, {"out": Written})):
     """The inputs of the op `gmm_unpermute_add`: `gmm_unpermute` for the tokens that have rows.
 
     Other tokens are neither read nor written.  If a rank of a token is ELSEWHERE, the sum is added to what

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import Written, binds, define_inplace_op, define_op, gradients, preceded, takes
+from ...op import Written, binds, define_inplace_op, define_op, extended, gradients, takes
 from .. import hopper
 from ..base.check import (
     FLOATS,
@@ -65,7 +65,7 @@ class SegmentInputs(NamedTuple):
 
 
 # the inputs of the op `segment_gmm_out`: `segment_gmm` into a tensor (M, N) that is there
-SegmentOutInputs = preceded("SegmentOutInputs", SegmentInputs, out=Written)
+SegmentOutInputs = extended("SegmentOutInputs", SegmentInputs, {"out": Written})
 
 SHORT_K = 64  # sums that a program makes in one step
 PART_K = 512  # of a sum over K that is shared among programs, the least that each takes

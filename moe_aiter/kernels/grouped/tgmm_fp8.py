@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import Written, binds, define_inplace_op, define_op, extended, fill, preceded
+from ...op import Written, binds, define_inplace_op, define_op, extended, fill
 from .. import hopper
 from ..base.check import Float8, Index, check_fields, check_plan_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
@@ -58,7 +58,7 @@ class TgmmFp8Operands(NamedTuple):
 
 # `tgmm_fp8`, which returns (G, N, K) with columns_first, else (G, K, N), and `tgmm_fp8_into`, which adds it
 TgmmFp8Inputs = extended("TgmmFp8Inputs", TgmmFp8Operands, columns_first=bool)
-TgmmFp8IntoInputs = preceded("TgmmFp8IntoInputs", TgmmFp8Operands, existing_out=Written)
+TgmmFp8IntoInputs = extended("TgmmFp8IntoInputs", TgmmFp8Operands, {"existing_out": Written})
 
 
 # reference
