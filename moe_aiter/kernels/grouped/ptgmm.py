@@ -61,8 +61,9 @@ def ptgmm(
     `existing_out` and for results that share memory with an operand or with each other, TypeError for
     dtypes, before anything is written.
     """
-    how = preferred_element_type, existing_out, accumulate, config, grid_dim, trans_lhs
-    return transposed(ptgmm, lhs, rhs, group_sizes, fourth, bias_grad, bias_grad_from, *how)
+    named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
+    how = existing_out, accumulate, config, grid_dim, trans_lhs, bias_grad_from
+    return transposed(ptgmm, lhs, rhs, group_sizes, fourth, named, *how)
 
 
 def nptgmm(
@@ -75,18 +76,17 @@ def nptgmm(
 
     With the same block sizes, both give the same bits.  The Hopper kernel is persistent for both names.
     """
-    how = preferred_element_type, existing_out, accumulate, config, None, trans_lhs
-    return transposed(nptgmm, lhs, rhs, group_sizes, fourth, bias_grad, bias_grad_from, *how)
+    named = {"bias_grad": bias_grad, "preferred_element_type": preferred_element_type}
+    how = existing_out, accumulate, config, None, trans_lhs, bias_grad_from
+    return transposed(nptgmm, lhs, rhs, group_sizes, fourth, named, *how)
 
 
 def transposed(
-    fn: Callable, lhs: Tensor, rhs: Tensor, group_sizes: Tensor, fourth: tuple, bias_grad: Tensor | None,
-    bias_grad_from: str, preferred: torch.dtype | None, existing_out: Tensor | None, accumulate: bool,
-    config: dict[str, int] | None, grid_dim: int | None, trans_lhs: bool | None,
+    fn: Callable, lhs: Tensor, rhs: Tensor, group_sizes: Tensor, fourth: tuple, named: dict,
+    existing_out: Tensor | None, accumulate: bool, config: dict[str, int] | None, grid_dim: int | None,
+    trans_lhs: bool | None, bias_grad_from: str,
 ) -> Tensor:  # fmt: skip
-    if fourth:
-        named = {"bias_grad": bias_grad, "preferred_element_type": preferred}
-        bias_grad, preferred = fourth_argument(fn, fourth, **named)
+    bias_grad, preferred = fourth_argument(fn, fourth, **named) if fourth else named.values()
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
     if existing_out is None:
