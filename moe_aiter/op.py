@@ -688,11 +688,8 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 def copy_into(out: Outs, result: Outs) -> None:
     """Fill an op's outputs from the reference's results."""
-    if isinstance(out, tuple):
-        for o, r in zip(out, result, strict=True):
-            o.copy_(r)
-    else:
-        out.copy_(result)
+    for o, r in zip(out, result, strict=True) if isinstance(out, tuple) else [(out, result)]:
+        o.copy_(r)
 
 
 def poison(outs: tuple[Tensor, ...]) -> None:
