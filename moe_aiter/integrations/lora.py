@@ -17,7 +17,7 @@ tensor.  vLLM refuses DoRA: merge such adapters first.
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
 from ..private_api import hooks_before
-from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, known_gate, names_of, register, weights_of
+from .transformers import ADAPTERS, NAME, experts_in, four_bits_of, known_gate, names_of, register, weights_of
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
 
@@ -62,7 +62,7 @@ def new_adapters(
     """Return new adapters by the names of the experts' modules, which do not have them yet."""
     register()
     check_parameter_dtype(dtype)
-    experts = dict(experts_of(model))
+    experts = experts_in(model)
     if not isinstance(targets, (tuple, list)) or not all(name in TARGETS for name in targets):
         raise ValueError(f"targets is {targets!r}, but must be a tuple of some of {', '.join(TARGETS)}")
     if not experts:
@@ -218,15 +218,10 @@ def merge_lora(model: nn.Module) -> None:
 
 
 def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
-    found = {name: module for name, module in experts_of(model) if hasattr(module, ADAPTERS)}
+    found = {name: module for name, module in experts_in(model).items() if hasattr(module, ADAPTERS)}
     if not found:
         raise ValueError(f"the experts of this {type(model).__name__} have no adapters: call add_lora first")
     return found
-
-
-def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with transformers' decorator, by their names."""
-    return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
 def by_prefix(modules: Mapping[str, nn.ModuleDict]) -> dict[str, LoRAFactors]:

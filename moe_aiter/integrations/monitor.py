@@ -8,7 +8,7 @@ from ..kernels.base.check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
 from ..routing.plan import make_plan
 from ..routing.router import Routing
-from .transformers import down_of, is_experts
+from .transformers import down_of, experts_in, is_experts
 
 __all__ = ["ExpertsMonitor", "MonitorCallback", "watch"]
 
@@ -25,7 +25,7 @@ class ExpertsMonitor(Monitor):
     """
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        return super().find(model) | {name: m for name, m in model.named_modules() if is_experts(m)}
+        return super().find(model) | experts_in(model)
 
     def attach(self, layer: nn.Module) -> Recorder:
         if not is_experts(layer):

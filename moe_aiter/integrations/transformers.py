@@ -382,6 +382,11 @@ def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
     return from_mxfp4(blocks, own_buffers(module)[name + SCALES], dtype).weight()
 
 
+def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with transformers' decorator, by their names."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether its class has transformers' decorator."""
     flags = "has_gate", "has_bias", "is_transposed", "is_concatenated"

@@ -51,10 +51,6 @@ def few_rows(block_n: int, block_k: int, num_warps: int) -> Config:
     return Config(16, block_n, block_k, num_warps=num_warps, num_stages=1)
 
 
-def one_row(block_n: int, block_k: int, num_warps: int = 4) -> Config:
-    return Config(1, block_n, block_k, num_warps=num_warps, num_stages=1)
-
-
 WIDE_ROWS = Config(256, 128, 64, 1, 4, 4, 32)
 # the first is the usual one
 HOPPER_TILES = {
@@ -166,7 +162,8 @@ PORTABLE = {
     "gemm": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), *WIDE[:2]),
     "gemm_full": (*GEMM_FEW, Config(64, 128, 64, 8, 4, 4), Config(128, 128, 64, 8, 8, 4)),
     "gemm_row": tuple(
-        one_row(*c) for c in ((1, 2048), (1, 4096), (2, 1024), (2, 2048, 8), (4, 512), (4, 1024))
+        Config(1, *tile, num_stages=1)
+        for tile in ((1, 2048), (1, 4096), (2, 1024), (2, 2048, 1, 8), (4, 512), (4, 1024))
     ),
 }
 OPS = (*PORTABLE, *HOPPER_TILES)
