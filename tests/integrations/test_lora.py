@@ -15,8 +15,8 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from safetensors.torch import load_file, save_file
 
-from moe_aiter.integrations.lora import add_lora, experts_of, load_lora, merge_lora, save_lora
-from moe_aiter.integrations.transformers import ADAPTERS, NAME
+from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from moe_aiter.integrations.transformers import ADAPTERS, NAME, experts_in
 
 TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -48,7 +48,7 @@ def logits(model):
 def merged(model, family, dtype=torch.float64):
     """A model without adapters, whose weights have the product of the factors in them."""
     plain = base(family, dtype=dtype)
-    for name, module in experts_of(model):
+    for name, module in experts_in(model).items():
         for weight, lora in getattr(module, ADAPTERS).items():
             swap = module.is_transposed
             w = getattr(module, weight).detach()
@@ -87,7 +87,7 @@ def test_merge(family, dora):
 def test_adapters_begin_without_effect(dora):
     model = base()
     names = add_lora(model, rank=2, dora=dora, dropout=0.5, dtype=torch.float64)
-    assert names == [name for name, _ in experts_of(model)]
+    assert names == [name for name, _ in experts_in(model).items()]
     assert error(logits(model.train()), logits(base().train())) < 1e-12
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(model, rank=2)
@@ -186,7 +186,7 @@ def test_peft_loads_a_pair_for_each_expert(dora, tmp_path):
     assert (config["use_dora"], config["lora_dropout"]) == (dora, 0.25)
     plain = base()
     plain.config.model_type = "another"
-    for name, module in list(experts_of(plain)):
+    for name, module in experts_in(plain).items():
         pairs = zip(module.gate_up_proj.detach(), module.down_proj.detach(), strict=True)
         plain.set_submodule(name, ListOfExperts([Expert(*pair) for pair in pairs]))
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path, autocast_adapter_dtype=False).eval()
@@ -207,7 +207,7 @@ def test_rows_in_turn_are_told_apart(tmp_path):
     model = with_lora("gpt_oss")
     save_lora(model, tmp_path, per_expert=True)
     state = load_file(tmp_path / "adapter_model.safetensors")
-    name, module = next(iter(experts_of(model)))
+    name, module = next(iter(experts_in(model).items()))
     B = getattr(module, ADAPTERS)["gate_up_proj"].B
     assert torch.equal(state[f"base_model.model.{name}.1.gate_proj.lora_B.weight"], B[1, ::2])
     assert torch.equal(state[f"base_model.model.{name}.1.up_proj.lora_B.weight"], B[1, 1::2])
@@ -320,7 +320,7 @@ def test_another_implementation_does_not_pass_over_adapters():
             logits(other)
     merge_lora(model)
     assert error(logits(model), want) < 1e-9
-    assert not any(module._forward_pre_hooks for _, module in experts_of(model))
+    assert not any(module._forward_pre_hooks for _, module in experts_in(model).items())
 
 
 @pytest.mark.parametrize("dora", [False, True])
