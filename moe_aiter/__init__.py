@@ -15,6 +15,8 @@ from . import config as _config  # a wrong setting is an error of `import moe_ai
 from . import torch_ops as _torch_ops
 
 if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` imports the same
+    # isort: off
+    # fmt: off
     from .kernels.base.activations import swiglu_limit
     from .kernels.dense.gemm import gemm
     from .kernels.dense.scaled_gemm import scaled_gemm
@@ -31,65 +33,20 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
     from .kernels.sparse.gemm import sparse_gemm
     from .kernels.sparse.pattern import SparsePattern
     from .layers import (
-        Experts,
-        LayerStatistics,
-        LiveTable,
-        LoRAExperts,
-        LoRALinear,
-        MoE,
-        MoERouting,
-        Monitor,
-        OptimizedMoELayer,
-        QuantizationReport,
-        Route,
-        RouteDifference,
-        SegmentGEMMWrapper,
-        aux_loss,
-        balance_step,
-        fuse_gate_up,
-        fuse_projections,
-        fuse_qkv,
-        linear_with_split_bias,
-        offload,
-        pack_routes,
-        patch_linear,
-        preshuffle_weights,
-        quantization_report,
-        quantize,
-        record_routes,
-        replay_routes,
-        set_aux_loss,
-        set_loss_scale,
-        unfuse,
-        unpatch_linear,
-        use_main_grad,
+        Experts, LayerStatistics, LiveTable, LoRAExperts, LoRALinear, MoE, MoERouting, Monitor,
+        OptimizedMoELayer, QuantizationReport, Route, RouteDifference, SegmentGEMMWrapper, aux_loss,
+        balance_step, fuse_gate_up, fuse_projections, fuse_qkv, linear_with_split_bias, offload, pack_routes,
+        patch_linear, preshuffle_weights, quantization_report, quantize, record_routes, replay_routes,
+        set_aux_loss, set_loss_scale, unfuse, unpatch_linear, use_main_grad,
     )
     from .op import register_kernel, use
     from .routing import (
-        Capacity,
-        ExpertChoice,
-        Forced,
-        GroupLimit,
-        LoadStatistics,
-        RoutePlan,
-        Router,
-        Routing,
-        Sinkhorn,
-        TokenRounding,
-        TopP,
-        ZeroCompute,
-        attach_loss,
-        hash_experts,
-        load_balance_loss,
-        load_statistics,
-        make_plan,
-        permute,
-        route,
-        route_to,
-        sequence_balance_loss,
-        unpermute,
-        z_loss,
+        Capacity, ExpertChoice, Forced, GroupLimit, LoadStatistics, RoutePlan, Router, Routing, Sinkhorn,
+        TokenRounding, TopP, ZeroCompute, attach_loss, hash_experts, load_balance_loss, load_statistics,
+        make_plan, permute, route, route_to, sequence_balance_loss, unpermute, z_loss,
     )
+    # isort: on
+    # fmt: on
 
 __version__ = _config.VERSION
 __all__ = [
