@@ -511,17 +511,10 @@ def with_arguments(fn: Function) -> Function:
 
 NOTES: dict[type, dict[str, tuple[Any, ...]]] = {}  # the inputs of an op -> what `notes_of` returns
 SCHEMA = {  # an annotation -> in a schema
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "int",
-    int | torch.SymInt: "SymInt",
-    float: "float",
-    bool: "bool",
-    str: "str",
-    torch.dtype | None: "ScalarType?",
-    tuple[int, ...]: "int[]",
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", int | torch.SymInt: "SymInt", float: "float",
+    bool: "bool", str: "str", torch.dtype | None: "ScalarType?", tuple[int, ...]: "int[]",
     tuple[bool, ...]: "bool[]",
-}
+}  # fmt: skip
 
 
 def schema_of(name: str, inputs: type, outputs: int) -> str:
