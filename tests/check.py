@@ -5,12 +5,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_aiter.op import IMPLS, INPUTS
+from moe_aiter.op import IMPLS, INPUTS, bound
 
 
 def fits(op: str, *inputs) -> bool:
     """Whether the Hopper kernel of an op takes these inputs."""
     return bool(IMPLS[op]["hopper"].fits(INPUTS[op](*inputs)))
+
+
+def launcher(op: str, impl: Callable) -> Callable:
+    """Return an implementation of an op as `launch(out, *inputs)`, which decides anew at each call."""
+
+    def launch(out, *inputs):
+        i = INPUTS[op](*inputs)
+        bound(impl, i)(out, i)
+
+    return launch
 
 
 def error(got: Tensor, exact: Tensor) -> float:

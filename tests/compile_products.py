@@ -6,11 +6,11 @@ import re
 
 import torch
 from aot import TARGETS, Case, compiling_for, in_passes, ints, new, with_tile
+from check import launcher
 from compile_four_bit import rounds_scales_twice, run_four_bit
 from shapes import LIMITED
 
 from moe_aiter import tuning
-from moe_aiter.bench.tiles import launcher
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs

@@ -7,8 +7,8 @@ import unittest.mock
 
 import torch
 from aot import TARGETS, Case, ints, new
+from check import launcher
 
-from moe_aiter.bench.tiles import launcher
 from moe_aiter.kernels.dense.attention_mask import (
     MaskBiasInputs,
     ZeroRowsInputs,

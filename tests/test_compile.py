@@ -8,8 +8,8 @@ import re
 
 import pytest
 import torch
+from check import launcher
 
-from moe_aiter.bench.tiles import launcher
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import WIDEST_STEP
 from moe_aiter.kernels.quantize.rows import FORMATS, bind_quantize_rows

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from check import launcher
 
-from moe_aiter.bench.tiles import launcher
 from moe_aiter.config import interpret
 from moe_aiter.kernels import quantize
 from moe_aiter.kernels.quantize.rows import (
