@@ -459,8 +459,9 @@ class LinearApart(torch.autograd.Function):
     def backward(ctx, dout):
         (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         dx = multiply_apart(dout, weight) if needs[0] else None
-        rows = dout.reshape(-1, dout.shape[-1])
-        dweight = multiply_apart(rows.mT, x.reshape(-1, x.shape[-1])) if needs[1] else None
+        # not -1, which says nothing where a row has no columns
+        rows, x_rows = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (dout, x))
+        dweight = multiply_apart(rows.mT, x_rows) if needs[1] else None
         return dx, dweight, rows.sum(0) if needs[2] else None
 
 

@@ -8,6 +8,7 @@ from check import error
 import moe_aiter
 from moe_aiter import private_api
 from moe_aiter.kernels.base.check import STEP
+from moe_aiter.kernels.base.check import linear as linear_apart
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 
 pytestmark = pytest.mark.no_interpreter
@@ -122,3 +123,16 @@ def test_padding_rows_are_finite_whatever_memory_held(amx, monkeypatch):
         out = layer(x)
         assert out.isfinite().all(), name
         assert torch.autograd.grad(out.sum(), x)[0].isfinite().all(), name
+
+
+@pytest.mark.parametrize("shape, width", [((0,), 2), ((3, 0), 2), ((0, 4), 3), ((2, 0, 5), 1)], ids=str)
+def test_gradients_of_empty_operands(monkeypatch, shape, width):
+    monkeypatch.setattr(private_api, "AMX", True)
+    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(width, shape[-1], dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(width, dtype=torch.bfloat16, requires_grad=True)
+    grads = [
+        torch.autograd.grad(fn(x, w, bias).float().sum(), (x, w, bias)) for fn in (linear_apart, F.linear)
+    ]
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
