@@ -29,7 +29,7 @@ def registered():
 def calls(monkeypatch):
     """Which of the two ways through the experts was taken."""
     seen = []
-    for name in ("expert_mlp", "unfused"):
+    for name in ("mix_experts", "unfused"):
         monkeypatch.setattr(ours, name, spy(getattr(ours, name), name, seen))
     return seen
 
@@ -57,7 +57,7 @@ def step(model, experts, tokens):
 def test_model_in_float64(family, calls):
     model, tokens = tiny_model(family, torch.float64), torch.randint(1, VOCAB, (2, 9))
     want, got = step(model, "eager", tokens), step(model, NAME, tokens)
-    assert set(calls) == {"expert_mlp"}
+    assert set(calls) == {"mix_experts"}
     for name, value in want.items():
         assert (value is None) == (got[name] is None), name
         if value is not None and max(value.abs().max(), got[name].abs().max()) > 1e-15:  # else 0, rounded

@@ -30,6 +30,7 @@ from ..base.check import (
     check_order,
     check_own_memory,
     check_plan_values,
+    check_shape,
     check_size,
     check_sizes,
     check_whole_shape,
@@ -78,10 +79,11 @@ notes_of(ExpertInputs)  # here, because torch.compile, which traces `check_exper
 @once
 def check_experts(i: ExpertInputs) -> None:
     """Raise ValueError for shapes or devices that do not fit, TypeError for dtypes, naming both sides."""
+    check_shape("rank", i.rank, "T", "k")
+    check_sizes(k=i.rank.shape[1])
     size = check_fields(i)
     width, asked = size["width"], get_activation(i.activation).projections * size["I"]
     check_size("gate_up is (E, width={}, H)", width, f"{i.activation} and down ask for {{}}", asked)
-    check_sizes(k=size["k"])
     check_order(i.order, i.rank)
     for name in ("gate_up", "down"):
         check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)

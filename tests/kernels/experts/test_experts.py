@@ -62,8 +62,8 @@ def by_rows(
 ):  # fmt: skip
     """The rows of `expert_rows`, summed."""
     plan = make_plan(ids, len(down))
-    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
-    rows = expert_rows(x, weights, plan, ExpertOptions(activation, interleaved))
+    stacked = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+    rows = expert_rows(x, stacked, plan, ExpertOptions(activation, interleaved))
     return unpermute(rows, plan, weights)
 
 
