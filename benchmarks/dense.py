@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_aiter.bench import cases
-from moe_aiter.bench.cases import FEW, Case, Operands, by_matmul, normal, of_gemm
+from moe_aiter.bench.cases import FEW, Case, Tunable, by_matmul, gaussian, of_gemm
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
@@ -23,7 +23,7 @@ Contenders = dict[str, Callable[[], Tensor]]
 
 def grouped(T: int, K: int, N: int, E: int, top_k: int, **kind) -> Compared:
     """Each token times the matrices of its experts, summed, as AITER's page has it."""
-    x, w = normal(T, K, **kind), normal(E, K, N, scale=K**-0.5, **kind)
+    x, w = gaussian(T, K, **kind), gaussian(E, K, N, scale=K**-0.5, **kind)
     ids = torch.randint(0, E, (T, top_k), device=x.device)
 
     def loop(dtype: torch.dtype = x.dtype) -> Tensor:
@@ -43,7 +43,7 @@ def grouped_case(name: str, T: int, K: int, N: int, E: int, top_k: int, **named)
     return Comparison(name, shape, grouped, sizes, goals={LOOP: 3.0}, **work, **named)
 
 
-def linear(activation: str, operands: Operands) -> Contenders:
+def linear(activation: str, operands: Tunable) -> Contenders:
     x, weight, bias = operands.tensors
     ours = functools.partial(gemm, x, weight.mT, bias, activation=activation or None)
     found = by_backend(ours, of_gemm(x[None], weight.mT[None], bias, activation=activation))
@@ -69,19 +69,19 @@ def forced(backend: str, run: Callable[[], Tensor]) -> Tensor:
         return run()
 
 
-def added(operands: Operands) -> Contenders:
+def added(operands: Tunable) -> Contenders:
     i = operands.tensors
     ours = functools.partial(gemm, i.x[0], i.w[0], alpha=i.alpha, beta=i.beta, c=i.c[0])
     return by_backend(ours, i) | {"torch": operands.by_torch}
 
 
-def batched(operands: Operands) -> Contenders:
+def batched(operands: Tunable) -> Contenders:
     a, b, *_ = operands.tensors
     found = by_backend(lambda: gemm(a, b), operands.tensors) | {"torch": lambda: torch.bmm(a, b)}
     return found | {STACKED: lambda: torch.stack([x @ y for x, y in zip(a, b, strict=True)])}
 
 
-def shuffled(operands: Operands) -> Contenders:
+def shuffled(operands: Tunable) -> Contenders:
     x, weight = operands.tensors
     return {"moe_aiter": lambda: tuned_gemm(x, weight, is_shuffled=True), "torch": operands.by_torch}
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_aiter.bench.cases import Case, Operands
+from moe_aiter.bench.cases import Case, Tunable
 from moe_aiter.bench.command import Contest, Error, Judge, errors_of
 from moe_aiter.bench.measure import (
     PEER_ERRORS,
@@ -68,7 +68,7 @@ class Comparison(Case):
     goals: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def compared(case: Case, contenders: Callable[[Operands], dict], plain: bool = True, **work) -> Comparison:
+def compared(case: Case, contenders: Callable[[Tunable], dict], plain: bool = True, **work) -> Comparison:
     """Return a case of `moe-aiter tune` with contenders, made of its operands."""
 
     def make(*sizes, **kind) -> Compared:

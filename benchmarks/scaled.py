@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_aiter.bench import cases
-from moe_aiter.bench.cases import ASKED, Case, Operands, draw, normal
+from moe_aiter.bench.cases import ASKED, Case, Tunable, draw, gaussian
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
 from moe_aiter.kernels.grouped.masked_gmm import scaled_bmm
 from moe_aiter.layers.experts import Experts
@@ -22,7 +22,7 @@ FORMATS = "int8", "fp8"  # of quantised layers
 PEERS = {"int8": "torch._int_mm", "float8_e4m3fn": "torch._scaled_mm"}
 
 
-def product(operands: Operands) -> dict[str, Callable[[], Tensor]]:
+def product(operands: Tunable) -> dict[str, Callable[[], Tensor]]:
     x, w, one = operands.tensors
     x16, w16, out = x.bfloat16(), w.bfloat16(), torch.bfloat16
     contenders = {
@@ -87,14 +87,14 @@ def layers(layer: nn.Module, inputs: tuple, format: str) -> Compared:
 
 
 def linear(format: str, M: int, N: int, K: int, **kind) -> Compared:
-    return layers(nn.Linear(K, N, **kind), (normal(M, K, **kind),), format)
+    return layers(nn.Linear(K, N, **kind), (gaussian(M, K, **kind),), format)
 
 
 def experts(format: str, T: int, H: int, width: int, E: int, top_k: int, **kind) -> Compared:
     layer, device = Experts(E, H, width, **kind), kind["device"]
     plan = make_plan(torch.rand(T, E, device=device).argsort(1)[:, :top_k], E)
     weights = torch.rand(T, top_k, device=device)
-    return layers(layer, (normal(T, H, **kind), weights, plan), format)
+    return layers(layer, (gaussian(T, H, **kind), weights, plan), format)
 
 
 def linear_case(kind: str, M: int, N: int, K: int, **named) -> Comparison:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_aiter.bench import cases
-from moe_aiter.bench.cases import ROWS, Case, Operands, sparse_weight
+from moe_aiter.bench.cases import ROWS, Case, Tunable, sparse_weight
 from moe_aiter.kernels.sparse.gemm import sparse_gemm
 
 from .products import Compared, Comparison, compared
@@ -20,7 +20,7 @@ DENSE, BSR, MM = "torch, dense", "torch, F.linear of BSR", "torch.sparse.mm"
 LAYOUTS = {"csr": torch.sparse_csr, "coo": torch.sparse_coo}
 
 
-def blocks(block: int, operands: Operands) -> dict[str, Callable[[], Tensor]]:
+def blocks(block: int, operands: Tunable) -> dict[str, Callable[[], Tensor]]:
     """The whole call, with a weight of blocks."""
     x, w = operands.tensors
     sparse = w.to_sparse(layout=torch.sparse_bsr, blocksize=(block, block))

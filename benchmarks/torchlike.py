@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_aiter.bench.cases import normal
+from moe_aiter.bench.cases import gaussian
 from moe_aiter.layers.attention import agree, attention, band
 from moe_aiter.layers.convolution import conv2d
 
@@ -23,8 +23,8 @@ GOALS = {"torch": 0.97}
 def attended(sizes: tuple[int, ...], padded: bool, how: dict, **kind) -> Compared:
     """`attention` with the options `how`, and keys of other lengths in each sequence if `padded`."""
     B, Hq, Hk, Sq, Sk, D = sizes
-    q = normal(B, Hq, Sq, D, **kind)
-    k, v = (normal(B, Hk, Sk, D, **kind) for _ in range(2))
+    q = gaussian(B, Hq, Sq, D, **kind)
+    k, v = (gaussian(B, Hk, Sk, D, **kind) for _ in range(2))
     mask = None
     if padded:
         mask = torch.arange(Sk, device=q.device) < torch.randint(Sk // 2, Sk, (B, 1), device=q.device)
@@ -66,9 +66,9 @@ def attention_case(
 
 def convolved(N: int, C: int, size: int, filters: int, **kind) -> Compared:
     """A kernel of 3 by 3 over pictures; torch's also by way of channels last, and back."""
-    x = normal(N, C, size, size, **kind)
-    w = normal(filters, C, 3, 3, **kind, scale=(9 * C) ** -0.5)
-    bias = normal(filters, **kind)
+    x = gaussian(N, C, size, size, **kind)
+    w = gaussian(filters, C, 3, 3, **kind, scale=(9 * C) ** -0.5)
+    bias = gaussian(filters, **kind)
 
     def through_channels_last() -> Tensor:
         last = [t.to(memory_format=torch.channels_last) for t in (x, w)]

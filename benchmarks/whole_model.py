@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_aiter.bench.measure import WHERE, append, check_columns, count, provenance, refuse, summary
+from moe_aiter.bench.measure import WHERE, append, check_columns, count, provenance, quantiles, refuse
 from moe_aiter.integrations import peft as adapters
 from moe_aiter.integrations import transformers as integration
 
@@ -162,13 +162,13 @@ def measure(name: str, how: str, contender: str, args: argparse.Namespace) -> di
         wait()
         steps.append(1e3 * (time.perf_counter() - start))
         losses.append(loss.item())
-    step = summary(steps[args.warmup :])
+    step = quantiles(steps[args.warmup :])
     cells = {"step_ms": step.median, "p20": step.p20, "p80": step.p80}
     cells |= {"tokens_per_s": round(1e3 * args.tokens / step.median)}
     cells |= {f"loss_{i + 1}": f"{loss:.4f}" for i, loss in enumerate(losses[:LOSSES])}
     cells |= {"parameters_m": round(sum(p.numel() for p in model.parameters()) / 1e6)}
     if on_gpu:
-        cells |= {"host_ms": summary(hosts[args.warmup :]).median}
+        cells |= {"host_ms": quantiles(hosts[args.warmup :]).median}
         cells |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB}
     return cells
 

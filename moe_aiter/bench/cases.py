@@ -24,13 +24,13 @@ from ..kernels.sparse.pattern import SparsePattern
 from ..op import IMPLS, ORDER, runs
 from ..tuning.choice import case_of
 from .measure import Outputs
-from .tiles import Kernel, launch, launches_of
+from .tiles import Kernel, launch_into, launches_of
 
 FEW = 16  # rows up to which the weight is what takes time
 ASKED = {"devices": ()}  # with --shape: each tile and epilogue takes seconds to compile
 
 
-class Operands(NamedTuple):
+class Tunable(NamedTuple):
     """The tensors of a product, what torch makes of them, and the kernels that compute it."""
 
     tensors: tuple
@@ -44,7 +44,7 @@ class Case:
 
     name: str  # of which a family has one
     shape: str  # MxNxK, say
-    make: Callable[..., Operands]  # of the sizes, a device and a dtype
+    make: Callable[..., Tunable]  # of the sizes, a device and a dtype
     sizes: tuple = ()
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")  # torch's names, the usual one first
     devices: tuple[str, ...] = ("cuda",)  # where it is measured without being asked for
@@ -84,7 +84,7 @@ def select(
 # dense
 
 
-def normal(*shape: int, scale: float = 1.0, **kind) -> Tensor:
+def gaussian(*shape: int, scale: float = 1.0, **kind) -> Tensor:
     """`kind` is a device and a dtype."""
     return torch.randn(shape, **kind).mul_(scale)
 
@@ -113,12 +113,12 @@ def by_linear(
     return FUNCTIONS[activation or "identity"][0](F.linear(*cast))
 
 
-def a_linear(M: int, K: int, N: int, activation: str, has_bias: bool, **kind) -> Operands:
+def a_linear(M: int, K: int, N: int, activation: str, has_bias: bool, **kind) -> Tunable:
     """An nn.Linear, and what comes after it."""
-    x, weight, any_bias = normal(M, K, **kind), normal(N, K, scale=K**-0.5, **kind), normal(N, **kind)
+    x, weight, any_bias = gaussian(M, K, **kind), gaussian(N, K, scale=K**-0.5, **kind), gaussian(N, **kind)
     bias = any_bias if has_bias else None
     kernels = functools.partial(linear_kernels, x, weight, any_bias)
-    return Operands((x, weight, bias), functools.partial(by_linear, x, weight, bias, activation), kernels)
+    return Tunable((x, weight, bias), functools.partial(by_linear, x, weight, bias, activation), kernels)
 
 
 def linear_kernels(x: Tensor, weight: Tensor, bias: Tensor) -> Iterable[Kernel]:
@@ -134,32 +134,32 @@ def linear_kernels(x: Tensor, weight: Tensor, bias: Tensor) -> Iterable[Kernel]:
         yield gemm_product(name, by_torch, of_gemm(x[None], w[None], bias, activation=activation))
 
 
-def added(M: int, K: int, N: int, **kind) -> Operands:
+def added(M: int, K: int, N: int, **kind) -> Tunable:
     """alpha * a @ b + beta * c, as cutlass_gemm is called."""
-    a, c, b = normal(M, K, **kind), normal(M, N, **kind), normal(K, N, scale=K**-0.5, **kind)
+    a, c, b = gaussian(M, K, **kind), gaussian(M, N, **kind), gaussian(K, N, scale=K**-0.5, **kind)
 
     def by_torch(dtype: torch.dtype | None = None) -> Tensor:
         return torch.addmm(*(t.to(dtype=dtype) for t in (c, a, b)), alpha=0.5, beta=2.0)
 
     i = of_gemm(a[None], b[None], c=c[None], alpha=0.5, beta=2.0)
-    return Operands(i, by_torch, lambda: [gemm_product("c", by_torch, i)])
+    return Tunable(i, by_torch, lambda: [gemm_product("c", by_torch, i)])
 
 
-def batched(B: int, M: int, K: int, N: int, **kind) -> Operands:
-    i = of_gemm(normal(B, M, K, **kind), normal(B, K, N, **kind))
+def batched(B: int, M: int, K: int, N: int, **kind) -> Tunable:
+    i = of_gemm(gaussian(B, M, K, **kind), gaussian(B, K, N, **kind))
     by_torch = functools.partial(by_matmul, i.x, i.w)
-    return Operands(i, by_torch, lambda: [gemm_product("batches", by_torch, i)])
+    return Tunable(i, by_torch, lambda: [gemm_product("batches", by_torch, i)])
 
 
-def shuffled(M: int, K: int, N: int, **kind) -> Operands:
+def shuffled(M: int, K: int, N: int, **kind) -> Tunable:
     """An nn.Linear's product with a weight as `shuffle_weight` orders it, beside torch's own."""
-    x, weight = normal(M, K, **kind), normal(N, K, scale=K**-0.5, **kind)
+    x, weight = gaussian(M, K, **kind), gaussian(N, K, scale=K**-0.5, **kind)
     ordered, by_torch = shuffle_weight(weight), functools.partial(by_linear, x, weight, None, "")
 
     masked, rest = IMPLS["masked_gmm"]["triton"], (x[None], ordered[None], None, None, None, True)
 
     def by_masked_gmm(out: Tensor) -> None:  # whose tile is in the tables of masked products
-        launch(masked, MaskedInputs(out[None], *rest), out[None])
+        launch_into(masked, MaskedInputs(out[None], *rest), out[None])
 
     def kernels() -> Iterable[Kernel]:
         out, launches = x.new_empty(M, N), {"torch": lambda out: torch.mm(x, weight.mT, out=out)}
@@ -168,10 +168,10 @@ def shuffled(M: int, K: int, N: int, **kind) -> Operands:
         asked = case_of("gemm_shuffled", x, "nt", "none", M, N, K)
         yield Kernel("shuffled", out, launches, 2 * M * N * K, by_torch, case=asked, tiled=False)
 
-    return Operands((x, ordered), by_torch, kernels)
+    return Tunable((x, ordered), by_torch, kernels)
 
 
-def case(name: str, make: Callable[..., Operands], *sizes: int, **named) -> Case:
+def case(name: str, make: Callable[..., Tunable], *sizes: int, **named) -> Case:
     return Case(name, "x".join(map(str, sizes)), make, sizes, **named)
 
 
@@ -226,7 +226,7 @@ def draw(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def scaled(M: int, N: int, K: int, **kind) -> Operands:
+def scaled(M: int, N: int, K: int, **kind) -> Tunable:
     """Scales of 1, so that a peer that has none computes the same."""
     x, w = draw(M, K, **kind), draw(N, K, **kind).mT
     one, by_torch = torch.ones(1, device=x.device), functools.partial(by_matmul, x, w)
@@ -240,7 +240,7 @@ def scaled(M: int, N: int, K: int, **kind) -> Operands:
             del launches["torch"]
         yield Kernel("scales", out, launches, 2 * M * N * K, by_torch, plain=False, case=asked)
 
-    return Operands((x, w, one), by_torch, kernels)
+    return Tunable((x, w, one), by_torch, kernels)
 
 
 def scaled_cases(name: str, *sizes: int, usual: bool = True) -> list[Case]:
@@ -273,7 +273,7 @@ def sparse_weight(N: int, percent: float, block: int, **kind) -> Tensor:
     return w.mul_(kept.repeat_interleave(block, 0).repeat_interleave(block, 1))
 
 
-def sparse(M: int, N: int, percent: int, block: int, **kind) -> Operands:
+def sparse(M: int, N: int, percent: int, block: int, **kind) -> Tunable:
     x, w = torch.randn(M, N, **kind), sparse_weight(N, percent, block, **kind)
     by_torch = functools.partial(by_linear, x, w, None, "")
 
@@ -282,10 +282,10 @@ def sparse(M: int, N: int, percent: int, block: int, **kind) -> Operands:
         inputs = x, pattern.take(w), None, pattern.lists, *w.shape, False
         yield sparse_product("forward", x.new_empty(M, N), by_torch, "sparse_matmul", *inputs)
 
-    return Operands((x, w), by_torch, kernels)
+    return Tunable((x, w), by_torch, kernels)
 
 
-def sparse_step(M: int, N: int, percent: int, block: int, **kind) -> Operands:
+def sparse_step(M: int, N: int, percent: int, block: int, **kind) -> Tunable:
     """Forward and backward; the kernel is that of the values' gradient."""
     x, dout = torch.randn(2, M, N, **kind)
     w = sparse_weight(N, percent, block, **kind)
@@ -298,7 +298,7 @@ def sparse_step(M: int, N: int, percent: int, block: int, **kind) -> Operands:
         out, inputs = x.new_empty(pattern.num_blocks, block, block), (dout, x, pattern.lists, block, block)
         yield sparse_product("gradient", out, by_torch, "sparse_matmul_grad", *inputs)
 
-    return Operands((x, w, dout, pattern), by_torch, kernels)
+    return Tunable((x, w, dout, pattern), by_torch, kernels)
 
 
 def sparse_product(name: str, out: Tensor, by_torch: Callable[..., Tensor], op: str, *inputs) -> Kernel:

@@ -12,7 +12,7 @@ from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier
 from ..kernels.rows.sort import MOST as MOST_ROWS
 from .measure import count
-from .models import Model, inputs, models, named
+from .models import Model, inputs, models, named_models
 from .problem import Shape
 
 HOPPER = "sm_90"
@@ -59,24 +59,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     try:
-        name, shape = find(args.model, args.tokens)
+        name, shape = find_model(args.model, args.tokens)
         if problems := complaints(shape):
             raise CheckpointError(name, problems)
-        print("\n".join(lines(name, shape, args.target or HOPPER)))
+        print("\n".join(report_lines(name, shape, args.target or HOPPER)))
     except CheckpointError as error:
         print(f"moe-aiter info: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def find(model: str, tokens: int | None) -> tuple[str, Shape]:
+def find_model(model: str, tokens: int | None) -> tuple[str, Shape]:
     """Return the name and the experts of a file, a folder, or a published model."""
     path = Path(model)
     if model and path.is_dir():
         path /= "config.json"
     elif not (model and path.exists()):
         try:
-            rows = named([model])
+            rows = named_models([model])
         except ValueError as error:
             text = "there is no such file or folder, and `moe-aiter bench models` has no such model"
             raise CheckpointError(shown(model), [text]) from error
@@ -85,17 +85,17 @@ def find(model: str, tokens: int | None) -> tuple[str, Shape]:
             raise CheckpointError(shown(model), [text])
         row = rows[0]
         return row.name, replace(row.shape, num_tokens=tokens or row.shape.num_tokens)
-    return experts_of(read_json(path), tokens or TOKENS)
+    return experts_in(read_json(path), tokens or TOKENS)
 
 
-def experts_of(config: dict, tokens: int) -> tuple[str, Shape]:
+def experts_in(config: dict, tokens: int) -> tuple[str, Shape]:
     """Return the family of a configuration, and its experts; weights lie as transformers has them in memory.
 
     The family is one of models.csv.  config.json has the sizes, and the activation unless the family has one;
     the family's row has gate, layout and biases.
     """
     outer = config
-    while (row := row_of(config.get("model_type"))) is None:
+    while (row := row_of_family(config.get("model_type"))) is None:
         if (part := inner(config)) is None:
             known = ", ".join(sorted(families()))
             text = f"model_type is {shown(outer.get('model_type'))}; known: {known}"
@@ -115,7 +115,7 @@ def families() -> dict[str, Model]:
     return {family: model for model in reversed(models().values()) for family in model.families}
 
 
-def row_of(kind: object) -> tuple[str, Model] | None:
+def row_of_family(kind: object) -> tuple[str, Model] | None:
     """The family of a model_type, which need not be a string, and its row."""
     kind = str(kind).replace("-", "_")
     family = ALIASES.get(kind, kind.removesuffix("_text"))
@@ -183,7 +183,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def lines(name: str, shape: Shape, target: str) -> list[str]:
+def report_lines(name: str, shape: Shape, target: str) -> list[str]:
     """Return a head, and for each product of a training step its sizes, its tier and why not a better one."""
     flags = {
         "transposed weights": shape.transposed,
@@ -192,7 +192,7 @@ def lines(name: str, shape: Shape, target: str) -> list[str]:
     }
     words = [shape.activation, *(word for word, holds in flags.items() if holds)]
     table = [("product", "rows", "columns", "sum over", "kernels")]
-    with tuning.tables_of((table_of(target),)):
+    with tuning.tables_of((tiles_table(target),)):
         why_not = "" if target == HOPPER else f"{target} is no Hopper GPU"
         for part, product in products(inputs(shape)).items():
             table.append((part, *map(str, product[2:]), str(tier(product, why_not))))
@@ -201,7 +201,7 @@ def lines(name: str, shape: Shape, target: str) -> list[str]:
     return [f"{name} on {target}, bfloat16: T, H, I, E, k = {shape}; {', '.join(words)}", *rows]
 
 
-def table_of(target: str) -> str:
+def tiles_table(target: str) -> str:
     """Return the name of the table of tiles that serves a target."""
     maker, _, number = target.partition("_")
     return tuning.table_name("cuda", int(number)) if maker == "sm" else tuning.table_name("hip", target)

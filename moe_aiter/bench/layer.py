@@ -167,8 +167,8 @@ def peers(p: Problem) -> Iterator[tuple[str, Callable[[], Contender]]]:
     bfloat16 = p.x.dtype == torch.bfloat16
     if p.x.is_cuda and bfloat16:
         yield "torch", lambda: torch_grouped_mm(p)
-        yield "torch, compiled", lambda: compiled(torch_grouped_mm(p))
-    yield "torch", lambda: dense(p)
+        yield "torch, compiled", lambda: torch_compiled(torch_grouped_mm(p))
+    yield "torch", lambda: matmuls(p)
     if not p.shape.plain:
         print("skipping the other peers: they are measured for SwiGLU without biases, gate rows first")
         return
@@ -277,14 +277,14 @@ def torch_grouped_mm(p: Problem) -> Contender:
     return Contender("torch grouped_mm", run, expert_inputs(p))
 
 
-def compiled(contender: Contender) -> Contender:
+def torch_compiled(contender: Contender) -> Contender:
     """Return the contender compiled by torch.compile, which compiles during the check or a warm-up."""
     torch.compiler.reset()  # else the shapes before count as further shapes of the same function
     run = torch.compile(contender.run, dynamic=False)
     return dataclasses.replace(contender, name=f"{contender.name}, compiled", run=run)
 
 
-def dense(p: Problem) -> Contender:
+def matmuls(p: Problem) -> Contender:
     """Two plain products with as many multiplications as the experts: what is left if all else were free.
 
     On a GPU with the experts' own weights, by the library's batched product, as many rows for each.

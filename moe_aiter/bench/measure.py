@@ -244,7 +244,7 @@ class Times:
     p80: float
 
 
-def summary(samples: list[float]) -> Times:
+def quantiles(samples: list[float]) -> Times:
     quantiles = torch.tensor(samples, dtype=torch.float64).quantile(torch.tensor([0.5, 0.2, 0.8]).double())
     return Times(*quantiles.tolist())
 
@@ -271,7 +271,7 @@ def time_all(
     for round in progress(range(WARMUP + reps), "timing all", lambda round: f"round {round + 1}"):
         problem.renew(round)
         results = []
-        for turn in turns(len(contenders), round):
+        for turn in order_of(len(contenders), round):
             if turn in slow and (round - WARMUP) % SPARSE:
                 continue
             with contenders[turn].context():
@@ -284,12 +284,12 @@ def time_all(
             for turn, passes in times.items():
                 samples[turn].append(passes)
     return [
-        dict(zip(contender.passes, map(summary, zip(*s, strict=True)), strict=True))
+        dict(zip(contender.passes, map(quantiles, zip(*s, strict=True)), strict=True))
         for contender, s in zip(contenders, samples, strict=True)
     ]
 
 
-def turns(count: int, round: int) -> list[int]:
+def order_of(count: int, round: int) -> list[int]:
     """Return all contenders in an order of this round: a GPU's clock depends on what ran just before."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(round)).tolist()
 
@@ -329,7 +329,7 @@ def measure_cpu(contender: Contender, problem: Problem, flush: Callable) -> Call
 
 def measure_gpu(contender: Contender, problem: Problem, flush: Callable) -> Callable[[], tuple]:
     marks: list[torch.cuda.Event] = []
-    run_passes(contender, problem, flush, lambda: marks.append(recorded()))
+    run_passes(contender, problem, flush, lambda: marks.append(event_now()))
 
     def elapsed() -> tuple:
         marks[-1].synchronize()
@@ -348,10 +348,10 @@ def time_host(contender: Contender, problem: Problem) -> dict[str, Times]:
     with contender.context():
         samples = [measure_cpu(contender, problem, torch.cuda.synchronize)() for _ in range(HOST_REPS)]
     torch.cuda.synchronize()
-    return dict(zip(PASSES, map(summary, zip(*samples, strict=True)), strict=True))
+    return dict(zip(PASSES, map(quantiles, zip(*samples, strict=True)), strict=True))
 
 
-def recorded() -> torch.cuda.Event:
+def event_now() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -361,13 +361,13 @@ def time_calls(runs: list[Callable[[], object]], reps: int, wait: Callable[[], o
     """Microseconds until each call returns, all in turn, after a `wait` for those before."""
     samples: list[list[float]] = [[] for _ in runs]
     for round in range(WARMUP + reps):
-        for turn in turns(len(runs), round):
+        for turn in order_of(len(runs), round):
             wait()
             start = time.perf_counter()
             runs[turn]()
             if round >= WARMUP:
                 samples[turn].append(1e6 * (time.perf_counter() - start))
-    return [summary(s) for s in samples]
+    return [quantiles(s) for s in samples]
 
 
 def time_graphs(runs: list[Callable[[], object]], reps: int) -> list[float]:
@@ -384,15 +384,15 @@ def kernel_times(runs: list[Callable[[], object]], reps: int, lead: bool) -> lis
     flush = l2_flush(torch.device("cuda"))
     marks: list[list[tuple]] = [[] for _ in runs]
     for round in range(reps):
-        for turn in turns(len(runs), round):
+        for turn in order_of(len(runs), round):
             if lead:
                 torch.cuda._sleep(LEAD_CYCLES)
             flush()
-            start = recorded()
+            start = event_now()
             runs[turn]()
-            marks[turn].append((start, recorded()))
+            marks[turn].append((start, event_now()))
         torch.cuda.synchronize()
-    return [summary([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
+    return [quantiles([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -70,7 +70,7 @@ def model_of(row: dict) -> Model:
     return Model(row["model"], tuple(row["families"].split()), shape, cells)
 
 
-def named(words: list[str] | None) -> list[Model]:
+def named_models(words: list[str] | None) -> list[Model]:
     """The models that the words name, in the table's order; all without words.
 
     A word is a name, a checkpoint, or else a part of names, in any case.  Raises ValueError for one that
@@ -88,7 +88,7 @@ def named(words: list[str] | None) -> list[Model]:
     return [model for name, model in models().items() if name in chosen]
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def model_options(parser: argparse.ArgumentParser) -> None:
     text = "models by name or checkpoint, or all whose name contains the word; --list prints the names [all]"
     parser.add_argument("--model", nargs="+", metavar="NAME", help=text)
     add_list(parser, lambda: "; ".join(models()), of="models")
@@ -98,15 +98,15 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_contenders(parser, dtype=None)
 
 
-def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
+def asked_models(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     if kind == "cpu" and not args.model:
         raise ValueError("all models take hours on a CPU: name some with --model")
     if args.tier == HOPPER and not (kind == "cuda" and hopper.is_hopper(torch.device("cuda", 0))):
         raise ValueError("--tier hopper: there is no Hopper GPU")
-    chosen = named(args.model)
+    chosen = named_models(args.model)
     freeze(not args.no_compile)
     for model in chosen:
-        make = functools.partial(contest, model.shape, args.tier, not args.no_compile)
+        make = functools.partial(model_contest, model.shape, args.tier, not args.no_compile)
         yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, make)
 
 
@@ -129,26 +129,26 @@ COMMAND = Command(
         *("{contender:<42}", "{step_ms:9.3f} ms", "{step_tflops:7.4g} TFLOP/s"),
         *("host {step_host_ms:7.2f} ms", "{peak_mib:8.0f} MiB", "{error:9.1e}"),
     ),
-    options,
-    asked,
+    model_options,
+    asked_models,
     demands=any,
     reps={"cuda": 5, "cpu": 3},
     goes_on=True,
 )
 
 
-def contest(
+def model_contest(
     shape: Shape, only_tier: str | None, compiles: bool, device: torch.device, dtype: torch.dtype
 ) -> Contest:
     if compiles:
         torch.compiler.reset()  # it holds the model before
     gc.collect()
     p = new_problem(shape, dtype, device)
-    field, timer = list(contenders(p, only_tier, compiles)), PassTimer(p, shape.forward_flops)
+    field, timer = list(model_contenders(p, only_tier, compiles)), PassTimer(p, shape.forward_flops)
     return Contest(field, layer.by_loop(p), timer, keeps_refused=True)
 
 
-def contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Contender]:
+def model_contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Contender]:
     """Yield our experts on each tier, the peers that can run here, and plain products."""
     for ours in layer.our_experts(p):
         name = HOPPER if HOPPER in ours.name else PORTABLE
@@ -156,14 +156,14 @@ def contenders(p: Problem, only_tier: str | None, compiles: bool) -> Iterator[Co
             yield dataclasses.replace(ours, cells=tiers(p, name))
     peers = {"torch grouped_mm": lambda: layer.torch_grouped_mm(p)}
     if compiles:
-        peers["torch grouped_mm, compiled"] = lambda: layer.compiled(layer.torch_grouped_mm(p))
+        peers["torch grouped_mm, compiled"] = lambda: layer.torch_compiled(layer.torch_grouped_mm(p))
     peers["Hugging Face experts"] = lambda: layer.hugging_face_experts(p)
     if p.x.is_cuda and p.shape.plain:
         peers["SonicMoE"] = lambda: layer.sonicmoe(p)
     for peer in built(peers.items()):
         # not checked with biases: they round z twice, and may add up the gradient of a bias in 16 bits
         yield dataclasses.replace(peer, checked=not p.shape.bias)
-    yield layer.dense(p)
+    yield layer.matmuls(p)
 
 
 def tiers(p: Problem, name: str) -> dict[str, str]:

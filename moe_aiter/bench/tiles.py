@@ -102,7 +102,7 @@ class Kernel:
         return accept
 
 
-def launch(impl: Callable, i: tuple, out: Tensor | tuple[Tensor, ...]) -> None:
+def launch_into(impl: Callable, i: tuple, out: Tensor | tuple[Tensor, ...]) -> None:
     """Launch an implementation, which decides anew at each call."""
     bound(impl, i)(out, i)
 
@@ -111,16 +111,16 @@ def launches_of(op: str, inputs: tuple) -> dict[str, Launch]:
     """The backends of an op that take these inputs, torch among them."""
     i, there = INPUTS[op](*inputs), [b for b in ORDER[inputs[0].device.type] if b in ("hopper", "triton")]
     impls = {b: IMPLS[op][b] for b in (*there, "torch") if b in IMPLS[op]}
-    return {b: functools.partial(launch, impl, i) for b, impl in impls.items() if runs(impl, i)}
+    return {b: functools.partial(launch_into, impl, i) for b, impl in impls.items() if runs(impl, i)}
 
 
-def pick(default: Config, times: dict[Config, float]) -> Config:
+def pick_tile(default: Config, times: dict[Config, float]) -> Config:
     """The fastest, if it is clearly faster than the default."""
     best = min(times, key=times.__getitem__)
     return best if times[best] <= FASTER * times[default] else default
 
 
-def check(product: Product, configs: list[Config]) -> tuple[list[Config], list[Config]]:
+def check_tiles(product: Product, configs: list[Config]) -> tuple[list[Config], list[Config]]:
     """Return the tiles with right results and those with wrong ones; tiles that do not fit are in neither."""
     good, bad, accept = [], [], product.accept
     for config in configs:
@@ -160,7 +160,7 @@ def is_close(got: Tensor, want: Tensor) -> bool:
     return error <= CLOSE**2 * size
 
 
-def measure(product: Product, configs: list[Config], reps: int) -> dict[Config | None, float]:
+def time_tiles(product: Product, configs: list[Config], reps: int) -> dict[Config | None, float]:
     """Microseconds of each; None: of the rival."""
     runs = {config: functools.partial(product.run_with, config) for config in configs}
     if product.rival:
@@ -168,7 +168,7 @@ def measure(product: Product, configs: list[Config], reps: int) -> dict[Config |
     return dict(zip(runs, time_graphs(list(runs.values()), reps), strict=True))
 
 
-def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
+def step_products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool) -> Iterable[Product]:
     """The products of a training step on ragged routing, on the tier that runs them; on all where `every`.
     On Hopper those of 8-bit floats as well."""
     for name, op, weights, out, inputs in step(shape, device, dtype):
@@ -179,11 +179,11 @@ def products(shape: Shape, device: torch.device, dtype: torch.dtype, every: bool
             if every or IMPLS[op][backend] is picked:
                 rival = None if launch is first else functools.partial(first, out)
                 yield Product(name, launch, out, flops, rival=rival)
-        if device.type == "cuda" and hopper.is_hopper(device) and (small := of_8_bits(op, inputs)):
+        if device.type == "cuda" and hopper.is_hopper(device) and (small := launch_of_8_bits(op, inputs)):
             yield Product(name, small, out, flops)
 
 
-def of_8_bits(op: str, inputs: tuple) -> Launch | None:
+def launch_of_8_bits(op: str, inputs: tuple) -> Launch | None:
     """Return the launch of the product in 8-bit floats, as under `fp8=`.
 
     None for a product that stays as it is, and for sizes that do not fit the kernels.
@@ -216,7 +216,7 @@ def of_8_bits(op: str, inputs: tuple) -> Launch | None:
         fits = hopper.fits_down_grad_fp8
     else:
         return None
-    return functools.partial(launch, IMPLS[f"{op}_fp8"]["hopper"], i) if fits(i) else None
+    return functools.partial(launch_into, IMPLS[f"{op}_fp8"]["hopper"], i) if fits(i) else None
 
 
 def distinct_column_slices(shape: Shape, dtype: torch.dtype) -> list[list[slice]]:
@@ -301,7 +301,7 @@ def four_bit_products(
 CLEAR = 0.99  # of torch's time; between two launches of the same kernel there is less
 
 
-def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, list[str]]:
+def compare_backends(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, list[str]]:
     """The cells of a row, none where torch is alone, and the backends that are not as good as torch."""
     runs, wrong, accept, outs = {}, [], kernel.judge(), as_tuple(kernel.outs)
     for backend, run in launched(kernel, tiles).items():
@@ -314,7 +314,7 @@ def choose(kernel: Kernel, tiles: dict[Key, Config], reps: int) -> tuple[dict, l
     if "torch" not in runs or len(runs) == 1:
         return {}, wrong
     times = dict(zip(runs, time_graphs(list(runs.values()), reps), strict=True))
-    backend, us = decided(times)
+    backend, us = fastest(times)
     words = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
     print(f"{kernel.name:<35} {words} us -> {backend}", flush=True)
     figures = {"us": f"{us:.1f}", "torch_us": f"{times['torch']:.1f}"}
@@ -331,7 +331,7 @@ def launched(kernel: Kernel, tiles: dict[Key, Config]) -> dict[str, Callable[[],
     return runs | {"torch": functools.partial(kernel.launches["torch"], kernel.outs)}
 
 
-def decided(times: dict[str, float]) -> tuple[str, float]:
+def fastest(times: dict[str, float]) -> tuple[str, float]:
     """The backend that is chosen, and the time of the fastest kernel: only what is clearly faster than torch
     is."""
     best = min((name for name in times if name != "torch"), key=times.__getitem__)

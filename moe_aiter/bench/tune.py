@@ -22,7 +22,17 @@ from ..tuning.table import TILES, Key
 from . import cases, tune_gemm
 from .measure import add_list, append, count, provenance, refuse
 from .problem import DEFAULT, Shape, listed, named
-from .tiles import FASTER, Kernel, Product, check, choose, four_bit_products, measure, pick, products
+from .tiles import (
+    FASTER,
+    Kernel,
+    Product,
+    check_tiles,
+    compare_backends,
+    four_bit_products,
+    pick_tile,
+    step_products,
+    time_tiles,
+)
 
 COMPILE, FLUSH, RATE = 1.5, 1e-4, 5e14  # s for a configuration, s before a run, FLOP/s: for the estimate
 LAYER, FOUR_BIT = STEPS = "layer", "four_bit"  # which have the shapes of layers
@@ -72,9 +82,9 @@ class Run:
 def main(args: argparse.Namespace) -> int:
     """Tune every shape asked for; 1 if a candidate was wrong, 2 if nothing can be measured."""
     if args.product == "gemm":
-        return tune_gemm.run(args)
+        return tune_gemm.main(args)
     try:
-        shapes, selected = asked(args)
+        shapes, selected = asked_products(args)
     except ValueError as mistake:
         return refuse(args, str(mistake))
     if not torch.cuda.is_available():
@@ -115,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
     return int(run.wrong > 0)
 
 
-def asked(args: argparse.Namespace) -> tuple[dict[str, Shape], list[tuple[str, cases.Case]]]:
+def asked_products(args: argparse.Namespace) -> tuple[dict[str, Shape], list[tuple[str, cases.Case]]]:
     """Return the layers by name, and (family, case) of each other product; ValueError for a mistake."""
     families = {name: own for name, own in cases.FAMILIES.items() if name in args.family}
     steps = [name for name in STEPS if name in args.family]
@@ -138,7 +148,7 @@ def tune_layers(args: argparse.Namespace, shapes: dict[str, Shape], run: Run, fa
             shape = dataclasses.replace(known, num_tokens=tokens)
             print(f"\nshape {name}: T, H, I, E, k = {shape}")
             step = shape, torch.device("cuda"), torch.bfloat16, bool(run.ops)
-            tune_products(products(*step) if family == LAYER else four_bit_products(*step), run)
+            tune_products(step_products(*step) if family == LAYER else four_bit_products(*step), run)
             torch.cuda.empty_cache()
 
 
@@ -149,7 +159,7 @@ def tune_kernels(kernels: list[Kernel], run: Run) -> None:
     for kernel in kernels:
         if kernel.case is not None and "torch" in kernel.launches and kernel.case not in run.asked:
             run.asked.add(kernel.case)
-            row, wrong = choose(kernel, run.done, run.reps)
+            row, wrong = compare_backends(kernel, run.done, run.reps)
             run.wrong += len(wrong)
             for backend in wrong:
                 print(f"WRONG, left out: {kernel.name} by {backend}")
@@ -187,17 +197,17 @@ def tune_products(several: Iterable[Product], run: Run) -> None:
 
 def tune_product(product: Product, key: Key, run: Run) -> None:
     default, *_ = every = tuning.to_try(key)
-    good, bad = check(product, every)
+    good, bad = check_tiles(product, every)
     run.wrong += len(bad)
     for config in bad:
         print(f"WRONG, left out: {key.op} {config}")
     if default in bad:
         return
-    times = measure(product, good, run.reps)
+    times = time_tiles(product, good, run.reps)
     rival = times.pop(None, math.inf)
     what = key._asdict() | {"flops": product.flops}
     run.note([what | dataclasses.asdict(config) | {"us": us} for config, us in times.items()])
-    run.done[key] = choice = pick(default, times)
+    run.done[key] = choice = pick_tile(default, times)
     sizes = f"{key.rows}, {key.n}, {key.k}"
     kept = " (default)" if choice == default else ""
     if of_few_rows(key.op, key.rows) and times[choice] > FASTER * rival:  # which a row would replace

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass
-class Contender:
+class Implementation:
     libtype: str
     kernel: str  # a tile, or nothing where the house's tables choose
     run: Callable[[], Tensor]
@@ -74,7 +74,7 @@ class Contender:
     us: float = 0.0
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure every product asked for; 1 if an implementation was wrong, 2 if there is nothing to measure."""
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
     for problem in wanted:
         reason = left_out(problem, there.get(problem), args)
         if reason:
-            print(f"{words(problem)}: {reason}")
+            print(f"{described(problem)}: {reason}")
             continue
-        found, bad = measure(problem, device, args.reps or REPS[kind])
+        found, bad = check_and_time(problem, device, args.reps or REPS[kind])
         wrong += len(bad)
         for one in bad:
             print(f"WRONG, left out: {one.libtype} {one.kernel}, its error is {one.error:.1e}")
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"replaces {old.us} us by {old.libtype}")
             drop(args.out, old)
         append(args.out, [row(problem, device, found, about)], COLUMNS)
-        show(problem, found)
+        show_times(problem, found)
     cache_clear()
     return int(wrong > 0)
 
@@ -167,8 +167,8 @@ def left_out(problem: Problem, there: Row | None, args: argparse.Namespace) -> s
 
 
 @torch.no_grad()
-def measure(problem: Problem, device: torch.device, reps: int) -> tuple[list[Contender], list[Contender]]:
-    """Contenders that are as good as torch, torch first, each with its time; and those that are not."""
+def check_and_time(problem: Problem, device: torch.device, reps: int) -> tuple[list, list]:
+    """Implementations as good as torch, torch first, each with its time; and those that are not."""
     torch.manual_seed(0)
     M, N, K, *_ = problem
     kind = {"device": device, "dtype": problem.dtype}
@@ -177,7 +177,7 @@ def measure(problem: Problem, device: torch.device, reps: int) -> tuple[list[Con
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     (bar,) = distances([F.linear(x, weight, bias).to(problem.out_dtype)], [exact])
     good, bad = [], []
-    for one in contenders(problem, x, weight, bias):
+    for one in implementations(problem, x, weight, bias):
         if one.kernel and not fits(one.run):
             continue
         (one.error,) = distances([one.run()], [exact])
@@ -190,7 +190,9 @@ def measure(problem: Problem, device: torch.device, reps: int) -> tuple[list[Con
     return good, bad
 
 
-def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Contender]:
+def implementations(
+    problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[Implementation]:
     """torch, and the kernels that take these inputs: by the tables' tile, and by each worth trying."""
     dtype = problem.out_dtype
 
@@ -198,11 +200,11 @@ def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None)
         return lambda: tuned_gemm_op(x, weight, bias, dtype, None, backend)
 
     own = dtype == problem.dtype
-    yield Contender("torch", "", functools.partial(F.linear, x, weight, bias) if own else by_op("torch"))
+    yield Implementation("torch", "", functools.partial(F.linear, x, weight, bias) if own else by_op("torch"))
     inputs = gemm_inputs(x, weight, bias, dtype)
     if problem.shuffled:
         if own and is_here("triton", inputs):
-            yield Contender("triton", "", functools.partial(as_it_lies, x, shuffle_weight(weight)))
+            yield Implementation("triton", "", functools.partial(as_it_lies, x, shuffle_weight(weight)))
         return
     tried: set[str] = set()
     for backend in ("triton", "hopper"):
@@ -210,9 +212,9 @@ def contenders(problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None)
         if tried.issuperset(tiles):  # one row of both is one kernel
             continue
         tried.update(tiles)
-        yield Contender(backend, "", by_op(backend))
+        yield Implementation(backend, "", by_op(backend))
         for tile in tiles:
-            yield Contender(backend, tile, by_op(f"{backend}/{tile}"))
+            yield Implementation(backend, tile, by_op(f"{backend}/{tile}"))
 
 
 def tiles_of(call: Callable[[], Tensor]) -> list[str]:
@@ -223,7 +225,7 @@ def tiles_of(call: Callable[[], Tensor]) -> list[str]:
     return [str(tile) for op in ops if op in TILED for tile in candidates(op)]
 
 
-def choice(found: list[Contender]) -> Contender:
+def choice(found: list[Implementation]) -> Implementation:
     """The fastest, if it is clearly faster than torch."""
     best = min(found, key=lambda one: one.us)
     return best if best.us <= FASTER * found[0].us else found[0]
@@ -232,7 +234,7 @@ def choice(found: list[Contender]) -> Contender:
 # rows
 
 
-def row(problem: Problem, device: torch.device, found: list[Contender], about: str) -> dict[str, str]:
+def row(problem: Problem, device: torch.device, found: list[Implementation], about: str) -> dict[str, str]:
     best = choice(found)
     (M, N, K), (gfx, units) = problem[:3], this_device(device)
     moved = problem.dtype.itemsize * (M * K + N * K) + problem.out_dtype.itemsize * M * N
@@ -244,16 +246,16 @@ def row(problem: Problem, device: torch.device, found: list[Contender], about: s
     return {name: str(cell) for name, cell in cells.items()}
 
 
-def words(problem: Problem) -> str:
+def described(problem: Problem) -> str:
     flags = [name for name in ("bias", "shuffled") if getattr(problem, name)]
     kinds = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((problem.dtype, problem.out_dtype))]
     return " ".join(["x".join(map(str, problem[:3])), "->".join(kinds), *flags])
 
 
-def show(problem: Problem, found: list[Contender]) -> None:
+def show_times(problem: Problem, found: list[Implementation]) -> None:
     best = choice(found)
     fastest: dict[str, float] = {}
     for one in found:
         fastest[one.libtype] = min(one.us, fastest.get(one.libtype, one.us))
     times = ", ".join(f"{name} {us:.1f}" for name, us in fastest.items())
-    print(f"{words(problem):<36} {times} us -> {best.libtype} {best.kernel}".rstrip(), flush=True)
+    print(f"{described(problem):<36} {times} us -> {best.libtype} {best.kernel}".rstrip(), flush=True)

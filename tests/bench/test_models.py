@@ -240,10 +240,11 @@ def test_mistakes(flags, message, capsys):
 
 
 def test_names():
-    assert [model.name for model in models.named(["gpt-oss-20b"])] == ["gpt-oss-20b"]
-    assert len(models.named(["GPT-oss"])) == 3 and len(models.named(None)) == len(models.models())
+    assert [model.name for model in models.named_models(["gpt-oss-20b"])] == ["gpt-oss-20b"]
+    assert len(models.named_models(["GPT-oss"])) == 3
+    assert len(models.named_models(None)) == len(models.models())
     words = ["openai/GPT-oss-20b", "mixtral"]
-    assert [model.name for model in models.named(words)][:2] == ["Mixtral 8x7B", "gpt-oss-20b"]
+    assert [model.name for model in models.named_models(words)][:2] == ["Mixtral 8x7B", "gpt-oss-20b"]
     for words in (["gpt-oss-20b", "nosuch"], [""]):
         with pytest.raises(ValueError, match=f"no name contains {words[-1]!r}"):
-            models.named(words)
+            models.named_models(words)

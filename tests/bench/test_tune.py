@@ -62,9 +62,9 @@ def fake(monkeypatch):
     monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
     monkeypatch.setattr(tuning, "interpret", False)  # the interpreter has one tile for every key
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
-    monkeypatch.setattr(tune, "products", lambda *_: [fake.product()])
+    monkeypatch.setattr(tune, "step_products", lambda *_: [fake.product()])
     times = dict(zip(candidates(KEY.op), (120.0, 110, 50, 100, 99, 98), strict=True))
-    monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
+    monkeypatch.setattr(tune, "time_tiles", lambda product, configs, reps: {c: times[c] for c in configs})
     return fake
 
 
@@ -151,9 +151,9 @@ def test_the_time_of_every_tile(fake, tmp_path, capsys):
 
 
 def test_of_shapes_with_the_same_key_the_first_speaks(fake, tmp_path, capsys, monkeypatch):
-    first = tune.measure
+    first = tune.time_tiles
     times = iter([first, lambda product, configs, reps: {c: 1.0 + (c != OTHERS[0]) for c in configs}])
-    monkeypatch.setattr(tune, "measure", lambda *inputs: next(times)(*inputs))
+    monkeypatch.setattr(tune, "time_tiles", lambda *inputs: next(times)(*inputs))
     path = tmp_path / "t.csv"
     assert run("--shape", "toy", "toy-oai", "--out", path) == 0
     (row,) = TILES.read(path)
@@ -176,7 +176,7 @@ def test_a_wrong_candidate_is_left_out_and_fails_the_command(fake, tmp_path, cap
 
 def test_what_does_not_fit_is_left_out(fake):
     fake.unfit = OTHERS[0]
-    good, bad = tiles.check(fake.product(), [USUAL, *OTHERS])
+    good, bad = tiles.check_tiles(fake.product(), [USUAL, *OTHERS])
     assert good == [USUAL, *OTHERS[1:]] and not bad
 
 
@@ -185,15 +185,15 @@ def test_nan(place, fake):
     """In a candidate's result it is wrong; in the default's it ends the command."""
     fake.nan = (USUAL, *OTHERS)[place]
     if place:
-        assert tiles.check(fake.product(), [USUAL, *OTHERS])[1] == [fake.nan]
+        assert tiles.check_tiles(fake.product(), [USUAL, *OTHERS])[1] == [fake.nan]
     else:
         with pytest.raises(RuntimeError, match="down: NaN in the result of the default"):
-            tiles.check(fake.product(), [USUAL, *OTHERS])
+            tiles.check_tiles(fake.product(), [USUAL, *OTHERS])
 
 
 @pytest.mark.parametrize("us, choice", [(98, USUAL), (97, OTHERS[0]), (200, USUAL)])
 def test_the_default_stays_unless_another_is_clearly_faster(us, choice):
-    assert tiles.pick(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
+    assert tiles.pick_tile(USUAL, {USUAL: 100, OTHERS[0]: us, OTHERS[1]: 99}) == choice
 
 
 @pytest.mark.parametrize("op, rows", [("gmm", 8), ("gmm", 128), ("down_grad", 8)])
@@ -203,8 +203,8 @@ def test_a_tile_of_few_rows_has_to_be_faster_than_the_hopper_kernel(op, rows, ri
     default, *others = every = candidates(op, rows)
     times = dict.fromkeys(others, 100.0) | {default: 50.0} | ({None: rival} if rival else {})
     monkeypatch.setattr(tuning, "to_try", lambda key: every)
-    monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
-    monkeypatch.setattr(tune, "measure", lambda product, configs, reps: times)
+    monkeypatch.setattr(tune, "check_tiles", lambda product, configs: (configs, []))
+    monkeypatch.setattr(tune, "time_tiles", lambda product, configs, reps: times)
     saved = []
     run = tune.Run(None, 3, saved.append, None, lambda key: None, lambda rows: None)
     tune.tune_product(tiles.Product("down", None, torch.empty(64), 1000), Key(op, 16, rows, 64, 64), run)
@@ -219,9 +219,9 @@ def test_a_row_of_few_rows_goes_where_the_hopper_kernel_has_become_faster(fake, 
     path, times = tmp_path / "t.csv", dict.fromkeys(candidates("gmm", 8), 50.0)
     monkeypatch.setattr(tuning, "to_try", lambda key: candidates("gmm", 8))
     monkeypatch.setattr(tiles.Product, "key", lambda product: Key("gmm", 16, 8, 64, 64))
-    monkeypatch.setattr(tune, "check", lambda product, configs: (configs, []))
+    monkeypatch.setattr(tune, "check_tiles", lambda product, configs: (configs, []))
     for rival, rows in ((60.0, 1), (40.0, 0)):
-        monkeypatch.setattr(tune, "measure", lambda *_, rival=rival: times | {None: rival})
+        monkeypatch.setattr(tune, "time_tiles", lambda *_, rival=rival: times | {None: rival})
         assert run(*TOY, "--out", path) == 0
         assert len(TILES.read(path)) == rows
 
@@ -237,20 +237,20 @@ def test_only_the_kernel_that_runs_is_tuned_unless_an_op_is_asked_for(few, monke
     monkeypatch.setitem(ORDER, "cpu", tuple(there))
     monkeypatch.setitem(IMPLS, "expert_up", there)
     for every, expected in ((False, ["triton" if few else "hopper"]), (True, ["hopper", "triton"])):
-        found = [product.launch.args[0] for product in tiles.products(*shape, every)]
+        found = [product.launch.args[0] for product in tiles.step_products(*shape, every)]
         assert found == [there[name] for name in expected]
 
 
 @pytest.mark.interpret
 @pytest.mark.skipif(not interpret, reason="portable kernels need a GPU or the interpreter")
 def test_a_step_on_the_portable_tier():
-    found = list(tiles.products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
+    found = list(tiles.step_products(SHAPES["toy"], torch.device("cpu"), torch.float16, True))
     keys = [product.key() for product in found]
     assert [key.op for key in keys] == ["up", "gmm", "down_grad", "gmm", "tgmm", "tgmm"]
     assert [(key.n, key.k) for key in keys] == [(48, 32), (32, 24), (24, 32), (32, 48), (24, 32), (32, 48)]
     other = tuning.Config(32, 32, 16)
     for product in found:
-        assert tiles.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+        assert tiles.check_tiles(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_it_measures_what_a_step_looks_up(monkeypatch):
     with tuning.choose(asked.add):
         expert_mlp(*tensors, plan).sum().backward()
     assert {key.n for key in asked if key.op == "gmm"} == {24, 16}
-    assert asked == {product.key() for product in tiles.products(shape, device, torch.float16, True)}
+    assert asked == {product.key() for product in tiles.step_products(shape, device, torch.float16, True)}
 
 
 @pytest.mark.interpret
@@ -319,7 +319,7 @@ def test_it_measures_what_a_step_of_4_bits_looks_up():
     assert {key for key in asked if key.op == "four_bit"} == {product.key() for product in found}
     other = tuning.Config(32, 32, 32)
     for product in found:
-        assert tiles.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
+        assert tiles.check_tiles(product, [tuning.TOY, other]) == ([tuning.TOY, other], [])
 
 
 def test_products_of_8_bits(monkeypatch):
@@ -344,7 +344,7 @@ def test_products_of_8_bits(monkeypatch):
     T, H, width, E, k = 32, 256, 64, 4, 2
     step = tiles.step(Shape(T, H, width, E, k), torch.device("cpu"), torch.bfloat16)
     for _, op, _, out, inputs in step:
-        tiles.of_8_bits(op, inputs)(out)
+        tiles.launch_of_8_bits(op, inputs)(out)
     modules = [module for (module, _), *_ in launched]
     assert modules == ["up", "gmm", "down_grad", "gmm", "tgmm", "tgmm"]
     for (_, given, how), (name, *_, out, (x, y, *_, first)) in zip(launched[4:], step[4:], strict=True):

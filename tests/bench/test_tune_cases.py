@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from moe_aiter import cli, tuning
 from moe_aiter.bench import cases, tiles, tune
-from moe_aiter.bench.cases import Case, Operands
+from moe_aiter.bench.cases import Case, Tunable
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
@@ -61,10 +61,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr("triton.runtime.driver._active", FakeDriver())
 
     def become(kernels, backends, **us):
-        case = Case("one", "8x1024x64", lambda **_: Operands((), None, lambda: kernels))
+        case = Case("one", "8x1024x64", lambda **_: Tunable((), None, lambda: kernels))
         monkeypatch.setitem(cases.FAMILIES, "dense", [case])
         times = {USUAL: 100.0, **dict.fromkeys(OTHERS, 99.0), OTHERS[1]: 80.0}
-        monkeypatch.setattr(tune, "measure", lambda product, configs, reps: {c: times[c] for c in configs})
+        monkeypatch.setattr(tune, "time_tiles", lambda product, configs, reps: {c: times[c] for c in configs})
         monkeypatch.setattr(tiles, "time_graphs", lambda runs, reps: backends[: len(runs)])
 
     return become
@@ -93,7 +93,7 @@ def test_tiles_and_the_choice_become_rows(gpu, tmp_path, capsys):
 
 @pytest.mark.parametrize("us, expected", [(98.9, "hopper"), (99.1, "torch"), (120.0, "torch")])
 def test_only_what_is_clearly_faster_than_torch_is_chosen(us, expected):
-    assert tiles.decided({"hopper": us, "triton": 130.0, "torch": 100.0}) == (expected, us)
+    assert tiles.fastest({"hopper": us, "triton": 130.0, "torch": 100.0}) == (expected, us)
 
 
 def test_a_tile_that_is_wrong_has_no_row_and_fails_the_command(gpu, tmp_path, capsys):
@@ -192,7 +192,7 @@ def test_toys_on_the_portable_tier(family, name, dtype, ops):
     for name, kernel in found.items():
         product = kernel.products()["triton"]
         assert product.key().op == ops[name]
-        assert tiles.check(product, [tuning.TOY, other]) == ([tuning.TOY, other], []), name
+        assert tiles.check_tiles(product, [tuning.TOY, other]) == ([tuning.TOY, other], []), name
         product.outs()[0][:] = product.outs()[0] * 1.1 + 0.1
         assert not product.accept(product.outs()), name
 

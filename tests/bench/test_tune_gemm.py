@@ -10,7 +10,7 @@ from tuned import tuned_files
 
 from moe_aiter import cli
 from moe_aiter.bench import tune_gemm
-from moe_aiter.bench.tune_gemm import Contender, choice, contenders, model_sizes
+from moe_aiter.bench.tune_gemm import Implementation, choice, implementations, model_sizes
 from moe_aiter.compat.aiter.tuned_gemm import get_GEMM_A16W16_config
 from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
@@ -157,13 +157,13 @@ def test_a_model_s_sizes_that_are_no_numbers_are_refused(change, message, tmp_pa
 
 def test_what_is_wrong_is_left_out_and_fails_the_command(tmp_path, monkeypatch, capsys):
     problem = Problem(5, 16, 32, False, BF16, BF16)
-    good = tune_gemm.contenders
+    good = tune_gemm.implementations
 
     def also_wrong(problem, x, weight, bias):
         yield from good(problem, x, weight, bias)
-        yield Contender("triton", "", lambda: 1.1 * F.linear(x, weight))
+        yield Implementation("triton", "", lambda: 1.1 * F.linear(x, weight))
 
-    monkeypatch.setattr(tune_gemm, "contenders", also_wrong)
+    monkeypatch.setattr(tune_gemm, "implementations", also_wrong)
     path = tmp_path / "tuned.csv"
     assert run("5x16x32", "--out", path) == 1
     assert "WRONG, left out: triton" in capsys.readouterr().out
@@ -172,7 +172,7 @@ def test_what_is_wrong_is_left_out_and_fails_the_command(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("us, expected", [(98.0, "torch"), (96.0, "triton")])
 def test_only_what_is_clearly_faster_than_torch_wins(us, expected):
-    found = [Contender("torch", "", int, us=100.0), Contender("triton", "", int, us=us)]
+    found = [Implementation("torch", "", int, us=100.0), Implementation("triton", "", int, us=us)]
     assert choice(found).libtype == expected
 
 
@@ -189,7 +189,7 @@ def test_a_row_s_tile_is_the_one_that_runs():
 @pytest.mark.skipif(interpret, reason="the interpreter has one tile")
 def test_on_a_cpu_torch_is_alone():
     problem = Problem(5, 16, 32, False, BF16, BF16)
-    found = contenders(problem, torch.randn(5, 32).bfloat16(), torch.randn(16, 32).bfloat16(), None)
+    found = implementations(problem, torch.randn(5, 32).bfloat16(), torch.randn(16, 32).bfloat16(), None)
     assert [(one.libtype, one.kernel) for one in found] == [("torch", "")]
 
 
