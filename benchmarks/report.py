@@ -167,17 +167,19 @@ def draw(rows: list[dict], place: pathlib.Path, shares: pathlib.Path) -> None:
     if not todo:
         return
     try:
-        matplotlib_figure = need("matplotlib.figure", "bench")
+        drawing = need("matplotlib.figure", "bench")
     except ImportError as error:
         print(f"no plots: {error}", file=sys.stderr)
         return
+    import matplotlib
+
     (place / "docs").mkdir(exist_ok=True)
     for name, paint in todo.items():
-        figure = matplotlib_figure.Figure(figsize=(12, 5), layout="constrained")
+        figure = drawing.Figure(figsize=(12, 5), layout="constrained")
         paint(figure)
-        figure.savefig(
-            place / "docs" / name, dpi=120, **({"metadata": {"Date": None}} if name == MAP else {})
-        )
+        always_the_same = {"metadata": {"Date": None}} if name == MAP else {}
+        with matplotlib.rc_context({"svg.hashsalt": MAP}):
+            figure.savefig(place / "docs" / name, dpi=120, **always_the_same)
 
 
 def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:

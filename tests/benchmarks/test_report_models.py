@@ -44,11 +44,15 @@ def documents_of(rows, tmp_path):
 
 def test_the_map_is_the_first_figure(tmp_path):
     pytest.importorskip("matplotlib")
-    readme, figures = documents_of([*rows_of("one"), *rows_of("two, half", gate="interleaved")], tmp_path)
+    rows = [*rows_of("one"), *rows_of("two, half", gate="interleaved")]
+    readme, figures = documents_of(rows, tmp_path)
     first, *_ = re.findall(r"!\[(.*)\]\((.*)\)", readme)
     assert first == (report.MAP_TITLE, "docs/models.svg") and "(../docs/models.svg)" in figures
     drawing = (tmp_path / "docs" / "models.svg").read_text()
     assert "<svg" in drawing and "<dc:date>" not in drawing
+    (tmp_path / "again").mkdir()
+    documents_of(rows, tmp_path / "again")
+    assert (tmp_path / "again" / "docs" / "models.svg").read_text() == drawing
     assert "## Published models" in figures
     assert (
         "| one (64, 32, 24, 5, 2, rows, swiglu) | 2 / 0.5 / 100 | 4 / 0.5 / 100 | 8 / 0.5 / 100 | " in figures
