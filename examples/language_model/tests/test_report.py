@@ -69,11 +69,11 @@ def write(run, lines, settings=None):
     return run
 
 
-@pytest.mark.full
 def report(run, *words):
     return cli.main(["report", str(run), *words])
 
 
+@pytest.mark.full
 def test_a_page_has_every_part(tmp_path, capsys):
     run = write(tmp_path / "run", rows(), {"layers": 2, "data": ["a", "b"], "dense": False, "lr": 0.003})
     assert report(run) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
@@ -122,7 +122,6 @@ def test_runs_of_before_there_was_a_monitor(kind, tmp_path):
         assert len(table) == 4 and len(table[0]) == 4
 
 
-@pytest.mark.full
 def test_text_of_a_run_is_text(tmp_path):
     name = "<b>run</b> & $x"
     text = page(name, rows(), {"<script>": "</table><script>alert(1)</script>", "quote": '"'})
@@ -131,6 +130,7 @@ def test_text_of_a_run_is_text(tmp_path):
     assert ["<script>", "</table><script>alert(1)</script>"] in shown.rows
 
 
+@pytest.mark.full
 def test_a_page_is_replaced_only_with_force(tmp_path, capsys):
     run = write(tmp_path / "run", rows())
     (run / "report.html").write_text("mine")
@@ -171,7 +171,6 @@ def test_settings_of_any_size(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.full
 @pytest.mark.parametrize(
     "lines",
     [
@@ -191,6 +190,7 @@ def test_runs_with_little_to_draw(lines, tmp_path):
     assert "No config.json here" in (run / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     run = write(tmp_path / "run", rows())
     with (run / "metrics.jsonl").open("a") as file:

@@ -98,7 +98,7 @@ def test_nothing_is_written_through_a_link():
     for name in names:
         Path("run", name).unlink(missing_ok=True)
         Path("run", name).symlink_to(Path("mine").resolve())
-    assert train("--resume", "run", "--steps", "3") == 0
+    assert train("--resume", "run", "--steps", "3", pictures=True) == 0
     assert cli.main(["report", "run", "--force"]) == 0
     assert Path("mine").read_text() == "mine" and not Path("run/sample.txt").is_symlink()
     Path("new").mkdir()

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from language_model import UsageError, presets, trainer
+from language_model import UsageError, command, presets, trainer
 from language_model.checkpoint import checkpoints
-from language_model.command import add_arguments, main
 from language_model.metrics import read_metrics
 from language_model.trainer import MONITORED
 
@@ -42,10 +42,14 @@ def arguments(*words: str) -> list[str]:
     return ["--preset", "test", "--data", "text.txt", *words]
 
 
-def train(*words: str) -> int:
+def train(*words: str, pictures: bool = False) -> int:
+    """Train as `moe-aiter train` does; drawing takes longer than the steps, so `pictures` asks for it."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args(words))
+    command.add_arguments(parser)
+    with contextlib.ExitStack() as patched:
+        for name in () if pictures else ("plot_run", "write_page"):
+            patched.enter_context(mock.patch.object(command, name))
+        return command.main(parser.parse_args(words))
 
 
 def losses(run: str) -> list[tuple]:
@@ -82,9 +86,8 @@ def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.full
 def test_a_run_leaves_everything_and_learns(capsys):
-    assert train(*arguments("--out", "run", "--steps", "60")) == 0
+    assert train(*arguments("--out", "run", "--steps", "60"), pictures=True) == 0
     assert capsys.readouterr().out.endswith("; see run/report.html\n")
     run = Path("run")
     assert sorted(os.listdir(run)) == [
@@ -131,8 +134,9 @@ def test_a_live_table_in_place_of_the_bar(capsys):
     assert "step 21 of 21: loss" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_dense_run_has_no_experts_to_show():
-    assert train(*arguments("--out", "run", "--dense")) == 0
+    assert train(*arguments("--out", "run", "--dense"), pictures=True) == 0
     assert "load.png" not in os.listdir("run")
     assert (
         not {"load", "imbalance", "balance_loss", *MONITORED}
@@ -227,7 +231,7 @@ def test_a_run_with_a_damaged_checkpoint_and_a_cut_line_goes_on(capsys):
 def test_a_finished_run_without_its_metrics_has_a_sample_still(lost, capsys):
     assert train(*arguments("--out", "run", "--steps", "3")) == 0
     cut("run/metrics.jsonl", 5 if lost == "last" else os.path.getsize("run/metrics.jsonl"))
-    assert train("--resume", "run") == 0
+    assert train("--resume", "run", pictures=True) == 0
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -290,7 +294,6 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
 
 
 @pytest.mark.full
-@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, loads, given, expected",
     [
@@ -317,6 +320,7 @@ def test_threads_are_those_that_are_free(flags, loads, given, expected, monkeypa
     assert (said in capsys.readouterr().out) == (expected != 4 and not flags)
 
 
+@pytest.mark.full
 def test_nohup_keeps_a_run_going():
     with hangups(signal.SIG_IGN):
         with trainer.Stop() as stop:
@@ -324,7 +328,6 @@ def test_nohup_keeps_a_run_going():
         assert stop.status == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-@pytest.mark.full
 def test_the_first_checkpoint_comes_early(monkeypatch):
     """One more than the later ones, and the same losses."""
     assert train(*arguments("--out", "late")) == 0
@@ -348,6 +351,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step():
     assert not Path("run/checkpoints").exists()
 
 
+@pytest.mark.full
 def test_a_run_killed_again_and_again_comes_to_the_same_losses():
     """SIGKILL at random moments of a run that saves after every step."""
     draw = random.Random(0)
