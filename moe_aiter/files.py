@@ -79,11 +79,6 @@ def read_text(path: AnyPath, within: Path | None = None, errors: str = "strict")
         return file.read()
 
 
-def read_bytes(path: AnyPath) -> bytes:
-    with opened(path, "rb") as file:
-        return file.read()
-
-
 def is_name(file) -> bool:
     """Whether this is the name of a file in the folder itself, and not a path."""
     if not isinstance(file, str) or "\0" in file:

@@ -51,7 +51,6 @@ LORA = {"peft_type": "LORA", "target_parameters": ["experts.down_proj"], "r": 1,
 TABLE = aiter_csv.UNTUNED
 READERS: Readers = {
     "read_text": at(files.read_text),
-    "read_bytes": at(files.read_bytes),
     "read_json": at(files.read_json),
     "locked": at(lambda path: files.locked(path).__enter__()),
     ".metadata": at(lambda path: shard(), "sharded/.metadata"),
@@ -79,7 +78,7 @@ if importlib.util.find_spec("transformers"):
         "load_lora: weights": at(lambda path: adapter(), "adapter/adapter_model.safetensors"),
     }
 TAKE_FOLDERS = {"model_sizes"}
-SILENT = {"read_text", "read_bytes", "locked", *(name for name in READERS if name.startswith("bench"))}
+SILENT = {"read_text", "locked", *(name for name in READERS if name.startswith("bench"))}
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def opens(call: ast.Call) -> bool:
 
 
 def test_every_file_is_opened_by_one_that_checks_it():
-    """`files.opened`, `read_text`, `read_bytes`, `read_json`; `plain` for what opens a path by itself."""
+    """`files.opened`, `read_text`, `read_json`; `plain` for what opens a path by itself."""
     found = []
     for path in FILES + BENCHMARKS + EXAMPLE:
         for call in nodes(path, ast.Call):

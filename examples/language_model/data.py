@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_aiter.files import read_bytes
+from moe_aiter.files import opened
 
 from . import UsageError
 
@@ -96,6 +96,11 @@ def find_text(paths: tuple[str, ...]) -> dict[str, Path]:
         if not texts:
             raise UsageError(f"--data {root}: no text file there (text is UTF-8 without zero bytes)")
     return found
+
+
+def read_bytes(path: Path) -> bytes:
+    with opened(path, "rb") as file:
+        return file.read()
 
 
 def is_text(path: Path) -> bool:

@@ -39,10 +39,6 @@ def draw_loss(runs: dict[str, list[dict]]):
     return figure
 
 
-def plot_loss(runs: dict[str, list[dict]], out: Path) -> None:
-    save(draw_loss(runs), out)
-
-
 def plain(label: str) -> str:
     """The label as it stands: matplotlib would hide one that begins with _, and read a formula between $."""
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
@@ -77,10 +73,6 @@ def draw_load(rows: list[dict]):
     return figure
 
 
-def plot_load(rows: list[dict], out: Path) -> None:
-    save(draw_load(rows), out)
-
-
 def save(figure, out: Path) -> None:
     with drafted(out, "wb") as file:
         figure.savefig(file, dpi=150, format=out.suffix[1:].lower())
@@ -89,9 +81,9 @@ def save(figure, out: Path) -> None:
 def plot_run(run: Path) -> None:
     """Draw `loss.png`, and `load.png` where there are experts, from a run's metrics."""
     rows = read_metrics(run / "metrics.jsonl")
-    plot_loss({run.name: rows}, run / "loss.png")
+    save(draw_loss({run.name: rows}), run / "loss.png")
     if loads := with_load(rows):
-        plot_load(loads, run / "load.png")
+        save(draw_load(loads), run / "load.png")
 
 
 def add_arguments(parser) -> None:
@@ -112,7 +104,7 @@ def main(args) -> int:
     refuse_existing(args.out, args.force)
     names = collections.Counter(map(name, set(args.runs)))
     runs = {str(run) if names[name(run)] > 1 else name(run): rows_of(run) for run in args.runs}
-    plot_loss(runs, args.out)
+    save(draw_loss(runs), args.out)
     print(args.out)
     return 0
 

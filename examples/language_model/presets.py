@@ -167,10 +167,16 @@ PRESETS = {
 }  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field; a flag that is not given leaves no trace in the parsed arguments."""
+def add_flags(parser: argparse.ArgumentParser, texts: dict[str, str] | None = None) -> None:
+    """One flag for each field, or for those in `texts`, which have their help.
+
+    A flag that is not given leaves no trace in the parsed arguments.
+    """
     for field in dataclasses.fields(TrainConfig):
-        keywords = {"default": argparse.SUPPRESS, "help": field.metadata["help"] + defaults_of(field)}
+        if texts is not None and field.name not in texts:
+            continue
+        text = texts[field.name] if texts else field.metadata["help"] + defaults_of(field)
+        keywords = {"default": argparse.SUPPRESS, "help": text}
         if field.type is bool:
             parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         elif field.name == "data":

@@ -7,7 +7,7 @@ from . import UsageError
 from .checkpoint import checkpoints, load_checkpoint
 from .command import newest_run
 from .model import Transformer
-from .presets import TrainConfig, flag_values, make_config, path, set_threads
+from .presets import TrainConfig, add_flags, flag_values, make_config, path, set_threads
 from .trainer import sample
 
 
@@ -17,16 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, metavar="INT", help="length in bytes [the run's --sample-bytes]"
     )
-    own = {"default": argparse.SUPPRESS}  # flag_values takes those that are given
-    text = "sampling temperature; 0 takes the most likely byte [the run's]"
-    parser.add_argument("--temperature", type=float, metavar="FLOAT", help=text, **own)
-    parser.add_argument(
-        "--seed", type=int, metavar="INT", help="random seed of the sample [the run's]", **own
-    )
-    text = "cpu, cuda, cuda:N or auto (a GPU if there is one) [auto]"
-    parser.add_argument("--device", metavar="STR", help=text, **own)
-    text = "CPU threads [the run's]"
-    parser.add_argument("--threads", type=int, metavar="INT", help=text, **own)
+    texts = {
+        "seed": "random seed of the sample [the run's]",
+        "device": "cpu, cuda, cuda:N or auto (a GPU if there is one) [auto]",
+        "threads": "CPU threads [the run's]",
+        "temperature": "sampling temperature; 0 takes the most likely byte [the run's]",
+    }
+    add_flags(parser, texts)
 
 
 def main(args: argparse.Namespace) -> int:

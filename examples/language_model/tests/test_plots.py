@@ -4,7 +4,7 @@ import math
 import pathlib
 
 import pytest
-from language_model.plots import plot_load, plot_loss, smooth
+from language_model.plots import draw_load, draw_loss, save, smooth
 
 from moe_aiter import cli
 
@@ -27,8 +27,8 @@ def colours(path) -> int:
 
 
 def test_loss_of_two_runs_differs_from_that_of_one(tmp_path):
-    plot_loss({"a": rows(0.1)}, tmp_path / "one.png")
-    plot_loss({"a": rows(0.1), "b": rows(0.05)}, tmp_path / "two.png")
+    save(draw_loss({"a": rows(0.1)}), tmp_path / "one.png")
+    save(draw_loss({"a": rows(0.1), "b": rows(0.05)}), tmp_path / "two.png")
     one, two = (matplotlib_image.imread(tmp_path / name) for name in ("one.png", "two.png"))
     assert one.shape == two.shape and (one != two).any(-1).mean() > 0.005
     assert colours(tmp_path / "two.png") > 20
@@ -36,7 +36,8 @@ def test_loss_of_two_runs_differs_from_that_of_one(tmp_path):
 
 @pytest.mark.parametrize("losses", [[1.0, math.nan, 2.0, math.inf], [math.nan]])
 def test_a_loss_that_is_no_number_is_left_out(losses, tmp_path):
-    plot_loss({"a": [{"step": i, "loss": loss} for i, loss in enumerate(losses)]}, tmp_path / "loss.png")
+    lines = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+    save(draw_loss({"a": lines}), tmp_path / "loss.png")
     assert colours(tmp_path / "loss.png") > 5
 
 
@@ -62,18 +63,18 @@ def test_runs_of_one_name_are_both_drawn(paths, labels, tmp_path, monkeypatch):
 
 
 def test_load_map_has_as_many_colours_as_loads(tmp_path):
-    plot_load(rows(0.1), tmp_path / "load.png")
+    save(draw_load(rows(0.1)), tmp_path / "load.png")
     assert colours(tmp_path / "load.png") > 60
 
 
 def test_load_map_of_one_row(tmp_path):
-    plot_load(rows(0.1)[:1], tmp_path / "load.png")
+    save(draw_load(rows(0.1)[:1]), tmp_path / "load.png")
     assert colours(tmp_path / "load.png") > 20
 
 
 def test_load_map_grows_with_the_layers(tmp_path):
     for layers in (1, 4):
-        plot_load(rows(0.1, layers), tmp_path / f"{layers}.png")
+        save(draw_load(rows(0.1, layers)), tmp_path / f"{layers}.png")
     heights = [matplotlib_image.imread(tmp_path / f"{layers}.png").shape[0] for layers in (1, 4)]
     assert heights[1] > 1.5 * heights[0]
 
