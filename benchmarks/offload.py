@@ -29,7 +29,7 @@ from moe_aiter.kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from moe_aiter.layers.experts import Experts
 from moe_aiter.layers.four_bit import to_four_bits
 from moe_aiter.layers.lora import LoRAExperts
-from moe_aiter.layers.offloaded import layers_of, offload
+from moe_aiter.layers.offloaded import layers_to_offload, offload
 from moe_aiter.routing.plan import make_plan
 
 DEFAULT = {"cuda": ["C-2048", "C-8192", "C"], "cpu": ["cpu"]}
@@ -92,7 +92,7 @@ def contest(
 ) -> Contest:
     p = new_problem(shape, dtype, device)
     resident, offloaded = (stack(p, format, layers, rank) for _ in range(2))
-    found = layers_of(offloaded)
+    found = layers_to_offload(offloaded)
     size, slots = found[0].size, min(ahead + 1, layers)
     offload(offloaded, device, ahead=ahead)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)

@@ -65,7 +65,7 @@ class Cache:
         return self.keep(w, what, make) if found is None else found.value
 
     def find(self, w: Tensor, what: str) -> Entry | None:
-        key = key_of(w, what)
+        key = key_of_weight(w, what)
         with self.lock:
             self.bury()
             entry = self.entries.get(key)
@@ -87,7 +87,7 @@ class Cache:
         tied = w.untyped_storage() in storages or any(t.requires_grad for t in tensors(value))
         if tied or size > self.limit or state_of(w) != before:
             return value
-        key = key_of(w, what)
+        key = key_of_weight(w, what)
         storage = weakref.ref(w.untyped_storage(), lambda gone: self.on_death(key, gone))
         with self.lock:
             self.bury()
@@ -104,7 +104,7 @@ class Cache:
         """Forget values of floats after an optimizer's step, which writes floats only."""
         with self.lock:
             self.age += 1
-            for key in [key for key in self.entries if dtype_of(key).is_floating_point]:
+            for key in [key for key in self.entries if dtype_in(key).is_floating_point]:
                 self.drop(key)
 
     def forget(self) -> None:
@@ -154,12 +154,12 @@ def is_keepable(w: Tensor) -> bool:
     return not w.is_inference() and w.device.type in DEVICES and w.layout == torch.strided
 
 
-def key_of(w: Tensor, what: str) -> tuple:
+def key_of_weight(w: Tensor, what: str) -> tuple:
     where = id(w.untyped_storage()), w.storage_offset(), w.shape, w.stride()
     return what, *where, w.dtype, w.is_neg(), w.is_conj()
 
 
-def dtype_of(key: tuple) -> torch.dtype:
+def dtype_in(key: tuple) -> torch.dtype:
     return key[5]
 
 

@@ -273,7 +273,7 @@ def muon_groups(model: nn.Module, *, adamw: Sequence[str] = ()) -> list[dict]:
             halves.setdefault(id(p), kind)
         for local, p in module.named_parameters(recurse=False):
             name = f"{path}.{local}" if path else local
-            kinds[kind_of(module, name, named)].add(id(p))
+            kinds[kind_of_parameter(module, name, named)].add(id(p))
             halves.setdefault(id(p), halves_of(module, name, named))
     matrices -= others | vectors  # a parameter of several modules, such as a tied one
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
@@ -317,7 +317,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(f".{name}.", pattern) for pattern in patterns)
 
 
-def kind_of(module: nn.Module, name: str, named: dict[str, Tensor]) -> str:
+def kind_of_parameter(module: nn.Module, name: str, named: dict[str, Tensor]) -> str:
     """Return whether a parameter of `module` is a "matrix", or one per expert, a "vector", or "other"."""
     path, _, local = name.rpartition(".")
     p, kind = named[name], type(module).__name__

@@ -197,7 +197,7 @@ _matmul = Scoped("matmul", None)
 SCOPES.append(_matmul)
 
 
-def matmul() -> str:
+def float32_precision() -> str:
     """The precision of float32 products in this thread: ieee, or tf32 on tensor cores."""
     return _matmul.get() or switches.matmul
 

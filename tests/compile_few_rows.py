@@ -10,7 +10,7 @@ from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_up, small
 
 from moe_aiter.tuning import Config, table_name
 from moe_aiter.tuning.candidates import FEW_ROWS, OF_EXPERTS
-from moe_aiter.tuning.table import Key, find
+from moe_aiter.tuning.table import Key, find_tile
 
 SMALL = Config(16, 64, 64, 1, 4, 3)  # every GPU has room for it
 SHORT = Shape(1024, 2048, 768)
@@ -54,7 +54,7 @@ def cost_cases():
         names = (table_name(gpu.gpu.backend, gpu.gpu.arch),)
         for op in OF_EXPERTS:
             keys = [Key(op, 16, rows, size, size) for rows in (8, 64, 1024) for size in (256, 4096)]
-            for tile, key in {find(names, key): key for key in keys}.items():
+            for tile, key in {find_tile(names, key): key for key in keys}.items():
                 run = functools.partial(TUNED[op], Shape(key.rows * E, key.n, key.k))
                 yield f"{op} {tile} on {target}", Case(run, [target], matrix=small(tile))
 

@@ -88,8 +88,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_who_multiplies_is_asked_again(change, tables, monkeypatch):
     asked, threads = [], torch.get_num_threads()
-    choose = tuned_gemm.choose
-    monkeypatch.setattr(tuned_gemm, "choose", lambda *given: asked.append(given[0]) or choose(*given))
+    choose = tuned_gemm.choose_product
+    monkeypatch.setattr(tuned_gemm, "choose_product", lambda *given: asked.append(given[0]) or choose(*given))
     monkeypatch.setattr(tuned_gemm, "backends", {})
     x, weight = torch.ones(3, 5), torch.ones(7, 5)
     run = lambda: tuned_gemm.tuned_gemm(x, weight).sum().item()  # noqa: E731
@@ -136,7 +136,7 @@ def test_a_switch_counts_in_every_thread(name):
 def test_the_precision_of_products_counts_in_every_thread(monkeypatch):
     for word in ("tf32", "ieee"):
         monkeypatch.setattr(switches.switches, "matmul", word)
-        assert both(switches.matmul) == [word] * 2
+        assert both(switches.float32_precision) == [word] * 2
 
 
 def test_a_tile_that_is_chosen_here_stays_here():

@@ -16,7 +16,7 @@ from moe_aiter.derived import (
     cache_size,
     derived,
     forget,
-    key_of,
+    key_of_weight,
     set_cache_size,
     state_of,
     tensors,
@@ -137,7 +137,7 @@ def test_a_dead_weight_in_the_place_of_another():
     """Which is there as long as its burial waits."""
     cache, w = Cache(), torch.randn(3)
     dead = weakref.ref(torch.randn(3).untyped_storage())
-    cache.entries[key_of(w, "twice")] = Entry(dead, state_of(w), "wrong", 0)
+    cache.entries[key_of_weight(w, "twice")] = Entry(dead, state_of(w), "wrong", 0)
     assert dead() is None and torch.equal(cache.get(w, "twice", lambda: w * 2), w * 2)
 
 

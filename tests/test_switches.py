@@ -29,7 +29,7 @@ def restored():
 
 @computed
 def product(x, w, *, out_dtype=None):
-    seen.append((x.dtype, w.dtype, s.matmul(), torch.backends.cuda.matmul.fp32_precision))
+    seen.append((x.dtype, w.dtype, s.float32_precision(), torch.backends.cuda.matmul.fp32_precision))
     return (x @ w.T).to(out_dtype or x.dtype)
 
 
@@ -80,7 +80,7 @@ def test_float32_products_have_the_precision_forward_and_backward(name, word, op
 
         @staticmethod
         def backward(ctx, dx):
-            states.append((torch.backends.cuda.matmul.fp32_precision, s.matmul()))
+            states.append((torch.backends.cuda.matmul.fp32_precision, s.float32_precision()))
             return dx
 
     out = computed(lambda x, w: product.__wrapped__(Watched.apply(x), w))(x, w)
@@ -155,11 +155,11 @@ def test_16_bits_compile_into_one_graph(operands):
 
 
 def test_torchs_switches_are_put_back_after_an_error():
-    before = [switch.fp32_precision for switch in s.FLOAT32_SWITCHES], s.matmul()
+    before = [switch.fp32_precision for switch in s.FLOAT32_SWITCHES], s.float32_precision()
     with pytest.raises(KeyError), float32_products("tf32"):
         assert torch.backends.cudnn.conv.fp32_precision == "tf32"
         raise KeyError
-    assert ([switch.fp32_precision for switch in s.FLOAT32_SWITCHES], s.matmul()) == before
+    assert ([switch.fp32_precision for switch in s.FLOAT32_SWITCHES], s.float32_precision()) == before
 
 
 def test_each_switch_is_read_back():

@@ -154,7 +154,7 @@ def test_another_precision_waits():
     def other():
         entered.set()
         with switches.float32_products("ieee"):
-            seen.append((switches.matmul(), torch.backends.cuda.matmul.fp32_precision))
+            seen.append((switches.float32_precision(), torch.backends.cuda.matmul.fp32_precision))
 
     thread = threading.Thread(target=other)
     with switches.float32_products("tf32"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import tuning
 from ..integrations.checkpoints.families import ACTIVATIONS, FAMILIES, MOST, PLAIN, oai_activation
-from ..integrations.checkpoints.files import CheckpointError, read_json
+from ..integrations.checkpoints.files import CheckpointError, read_json_object
 from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier
 from ..kernels.rows.sort import MOST as MOST_ROWS
@@ -85,7 +85,7 @@ def find_model(model: str, tokens: int | None) -> tuple[str, Shape]:
             raise CheckpointError(shown(model), [text])
         row = rows[0]
         return row.name, replace(row.shape, num_tokens=tokens or row.shape.num_tokens)
-    return experts_in(read_json(path), tokens or TOKENS)
+    return experts_in(read_json_object(path), tokens or TOKENS)
 
 
 def experts_in(config: dict, tokens: int) -> tuple[str, Shape]:

@@ -22,7 +22,7 @@ from .. import tuning
 from ..files import read_json
 from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.tuned_gemm import TILED, as_it_lies, gemm_inputs, is_here, tuned_gemm_op
-from ..tuning.aiter_csv import COLUMNS, Problem, Row, append, drop, read, read_untuned, this_device
+from ..tuning.aiter_csv import COLUMNS, GemmKey, TunedRow, add_rows, drop, read, read_untuned, this_device
 from ..tuning.candidates import candidates
 from ..tuning.store import cache_clear
 from .measure import FLOOR, REPS, SLACK, count, distances, provenance, refuse, time_calls, time_graphs
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     try:
         wanted = problems(args)
-        append(args.out, [], COLUMNS)  # a file that cannot be written shows now, not after the measurement
+        add_rows(args.out, [], COLUMNS)  # a file that cannot be written shows now, not after the measurement
         there = {row.problem: row for row in read(args.out) if row.device == this_device(device)}
     except ValueError as error:
         return refuse(args, str(error))
@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
         if (old := there.get(problem)) is not None:
             print(f"replaces {old.us} us by {old.libtype}")
             drop(args.out, old)
-        append(args.out, [row(problem, device, found, about)], COLUMNS)
+        add_rows(args.out, [row(problem, device, found, about)], COLUMNS)
         show_times(problem, found)
     cache_clear()
     return int(wrong > 0)
@@ -113,13 +113,13 @@ def main(args: argparse.Namespace) -> int:
 # what is asked for
 
 
-def problems(args: argparse.Namespace) -> list[Problem]:
+def problems(args: argparse.Namespace) -> list[GemmKey]:
     dtype = getattr(torch, args.dtype)
     out_dtype = getattr(torch, args.out_dtype or args.dtype)
     sizes = list(args.sizes)
     if args.model:
         sizes += [(M, N, K) for (N, K), M in itertools.product(model_sizes(args.model), args.rows)]
-    found = [Problem(*size, args.bias, dtype, out_dtype) for size in sizes]
+    found = [GemmKey(*size, args.bias, dtype, out_dtype) for size in sizes]
     found += read_untuned(args.untuned) if args.untuned else []
     if args.shuffled:
         found += [problem._replace(shuffled=True) for problem in found if not problem.bias]
@@ -154,7 +154,7 @@ def model_sizes(path: pathlib.Path) -> list[tuple[int, int]]:
     return list(dict.fromkeys(sizes))
 
 
-def left_out(problem: Problem, there: Row | None, args: argparse.Namespace) -> str:
+def left_out(problem: GemmKey, there: TunedRow | None, args: argparse.Namespace) -> str:
     """Why it is not measured; nothing where it is."""
     if there and not args.replace:
         return f"{args.out} has a row, {there.us} us by {there.libtype}: --replace measures again"
@@ -167,7 +167,7 @@ def left_out(problem: Problem, there: Row | None, args: argparse.Namespace) -> s
 
 
 @torch.no_grad()
-def check_and_time(problem: Problem, device: torch.device, reps: int) -> tuple[list, list]:
+def check_and_time(problem: GemmKey, device: torch.device, reps: int) -> tuple[list, list]:
     """Implementations as good as torch, torch first, each with its time; and those that are not."""
     torch.manual_seed(0)
     M, N, K, *_ = problem
@@ -191,7 +191,7 @@ def check_and_time(problem: Problem, device: torch.device, reps: int) -> tuple[l
 
 
 def implementations(
-    problem: Problem, x: Tensor, weight: Tensor, bias: Tensor | None
+    problem: GemmKey, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[Implementation]:
     """torch, and the kernels that take these inputs: by the tables' tile, and by each worth trying."""
     dtype = problem.out_dtype
@@ -234,7 +234,7 @@ def choice(found: list[Implementation]) -> Implementation:
 # rows
 
 
-def row(problem: Problem, device: torch.device, found: list[Implementation], about: str) -> dict[str, str]:
+def row(problem: GemmKey, device: torch.device, found: list[Implementation], about: str) -> dict[str, str]:
     best = choice(found)
     (M, N, K), (gfx, units) = problem[:3], this_device(device)
     moved = problem.dtype.itemsize * (M * K + N * K) + problem.out_dtype.itemsize * M * N
@@ -246,13 +246,13 @@ def row(problem: Problem, device: torch.device, found: list[Implementation], abo
     return {name: str(cell) for name, cell in cells.items()}
 
 
-def described(problem: Problem) -> str:
+def described(problem: GemmKey) -> str:
     flags = [name for name in ("bias", "shuffled") if getattr(problem, name)]
     kinds = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((problem.dtype, problem.out_dtype))]
     return " ".join(["x".join(map(str, problem[:3])), "->".join(kinds), *flags])
 
 
-def show_times(problem: Problem, found: list[Implementation]) -> None:
+def show_times(problem: GemmKey, found: list[Implementation]) -> None:
     best = choice(found)
     fastest: dict[str, float] = {}
     for one in found:

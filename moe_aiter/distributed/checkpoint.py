@@ -74,7 +74,7 @@ def save_sharded(
 
     on_first_rank(begin)
     fresh = optimizer is not None and not optimizer.state
-    state = state_of(model, optimizer)
+    state = state_dicts(model, optimizer)
     if optimizer is not None:
         state["optimizer"] = {k: v for k, v in state["optimizer"].items() if is_saved(k, fresh)}
         if fresh:
@@ -109,7 +109,7 @@ def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = 
 
     metadata = on_first_rank(read)
     if optimizer is None:
-        state = state_of(model, None)
+        state = state_dicts(model, None)
         read_into(state, path, metadata)
         set_model_state_dict(model, state["model"], options=OPTIONS)
         return
@@ -117,7 +117,7 @@ def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = 
     if not saved:
         raise ValueError(f"path {path} has no state of an optimizer: load the model alone")
     with complete_state(optimizer):
-        state = state_of(model, optimizer)
+        state = state_dicts(model, optimizer)
         moments = state["optimizer"]
         with kept_buffers(model):
             # by parameter and by group
@@ -274,7 +274,7 @@ def share_settings(moments: dict[str, Any], group: dict[str, Any], saved: set[st
             moments |= {key: moments[there[0]] for key in keys if key not in saved}
 
 
-def state_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
+def state_dicts(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
     with kept_buffers(model):
         weights, moments = get_state_dict(model, () if optimizer is None else optimizer, options=OPTIONS)
     return {"model": weights} | ({} if optimizer is None else {"optimizer": moments})

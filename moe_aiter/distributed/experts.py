@@ -121,7 +121,7 @@ class ExpertDispatcher:
         keep_x: bool = False, transport: str = "auto",
     ):  # fmt: skip
         check_sizes(num_experts=num_experts)
-        check_options(rows, max_tokens, keep_x, transport)
+        check_dispatch_options(rows, max_tokens, keep_x, transport)
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
@@ -307,7 +307,7 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
     return each
 
 
-def check_options(rows: float, max_tokens: int | None, keep_x: bool, transport: str) -> None:
+def check_dispatch_options(rows: float, max_tokens: int | None, keep_x: bool, transport: str) -> None:
     check_positive(rows=rows)
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")

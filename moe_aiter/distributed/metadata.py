@@ -76,17 +76,17 @@ def read_metadata(folder: Path) -> Metadata:
         root = fields(unpickled(data), "Metadata")
         chunks: set[int] = set()
         tensors = {text(k): storage(v, chunks) for k, v in kind(dict, root["state_dict_metadata"]).items()}
-        places = {index(k): place(v) for k, v in kind(dict, root["storage_data"]).items()}
+        places = {index(k): place_in_file(v) for k, v in kind(dict, root["storage_data"]).items()}
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is not the metadata of a sharded checkpoint: {error}") from error
-    sizes = {name: size_of(folder, name) for name in {found.relative_path for found in places.values()}}
+    sizes = {name: file_size(folder, name) for name in {found.relative_path for found in places.values()}}
     for of, found in places.items():
         if found.offset + found.length > sizes[found.relative_path]:
             raise ValueError(f"{folder / found.relative_path} ends before {of.fqn!r}: it is cut off")
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
 
-def size_of(folder: Path, name: str) -> int:
+def file_size(folder: Path, name: str) -> int:
     return Path(plain(folder / name, folder)).stat().st_size
 
 
@@ -143,9 +143,9 @@ def follow(instruction: str, arg: Any, stack: list[Any], marks: list[int], memo:
             keys = [key if type(key) is Record else kind(str, key) for key in items[::2]]
             kind(dict, stack[-1]).update(zip(keys, items[1::2], strict=True))
         case "GLOBAL":
-            stack.append(known(*arg.split(" ", 1)))
+            stack.append(known_name(*arg.split(" ", 1)))
         case "STACK_GLOBAL":
-            stack.append(known(*cut(2)))
+            stack.append(known_name(*cut(2)))
         case "NEWOBJ" | "REDUCE":
             name, args = cut(2)
             stack.append(Record(kind(Name, name), kind(tuple, args)))
@@ -156,7 +156,7 @@ def follow(instruction: str, arg: Any, stack: list[Any], marks: list[int], memo:
             raise ValueError(f"its pickle has the instruction {instruction}")
 
 
-def known(module: object, name: object) -> Name:
+def known_name(module: object, name: object) -> Name:
     full = Name(f"{kind(str, module)}.{kind(str, name)}")
     if full not in NAMES:
         raise ValueError(f"its pickle names {full!r:.200}, which is not run")
@@ -219,13 +219,13 @@ def storage(record: object, seen: set[int]) -> TensorStorageMetadata | BytesStor
             raise ValueError("a chunk is not within its tensor")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole):
         raise ValueError("the chunks of a tensor do not make it up")
-    if overlap(chunks):
+    if chunks_overlap(chunks):
         raise ValueError("two chunks of a tensor overlap")
     dtype, *_ = kind(tuple, named("TensorProperties", found["properties"]).state)
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[kind(Name, dtype)]), whole, chunks)
 
 
-def overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+def chunks_overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     """Whether two chunks have an element in common.  They are sorted along the dimension that is cut most."""
     if len(chunks) < 2:
         return False
@@ -253,7 +253,7 @@ def index(record: object) -> MetadataIndex:
     )
 
 
-def place(record: object) -> Place:
+def place_in_file(record: object) -> Place:
     found = fields(record, "_StorageInfo")
     name = found["relative_path"]
     if not is_name(name):

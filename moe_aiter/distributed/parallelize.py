@@ -62,7 +62,7 @@ def parallelize(
     """
     check_mesh(mesh)
     style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x, transport=transport)
-    found = experts_of(model)
+    found = experts_to_share(model)
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")
     efsdp, ep = mesh.shape
@@ -122,7 +122,7 @@ def check_divides(name: str, num_experts: int, efsdp: int, ep: int) -> None:
         raise ValueError(f"{name} has {num_experts} experts, which ep={ep} does not divide: try ep={nearest}")
 
 
-def experts_of(model: nn.Module) -> dict[str, AnyExperts]:
+def experts_to_share(model: nn.Module) -> dict[str, AnyExperts]:
     """Return the modules of experts by name; ValueError without one, or if two share a parameter."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, AnyExperts)}
     inner = [module.base for module in found.values() if isinstance(module, LoRAExperts)]

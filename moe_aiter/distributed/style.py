@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..kernels.base.check import checked
 from ..layers import Experts, LoRAExperts
 from ..layers.four_bit import FourBitExperts, FourBitWeight
-from .experts import ExpertDispatcher, check_options
+from .experts import ExpertDispatcher, check_dispatch_options
 
 AnyExperts = Experts | FourBitExperts | LoRAExperts
 
@@ -34,7 +34,7 @@ class ExpertParallel(ParallelStyle):
         transport: str = "auto",
     ):  # fmt: skip
         super().__init__()
-        check_options(rows, max_tokens, keep_x, transport)
+        check_dispatch_options(rows, max_tokens, keep_x, transport)
         self.options: dict[str, Any] = {"rows": rows, "max_tokens": max_tokens}
         self.options |= {"keep_x": keep_x, "transport": transport}
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
-from ..layers.lora import LoRAFactors, load_stacked, per_expert, stacked
+from ..layers.lora import LoRAFactors, factors_of_all_experts, factors_per_expert, load_stacked
 from ..private_api import hooks_before
 from .transformers import ADAPTERS, NAME, experts_in, four_bits_of, known_gate, names_of, register, weights_of
 
@@ -122,9 +122,9 @@ def save_lora(
     if per_expert:
         tensors = {}
         for name in modules:
-            tensors |= split(f"{PREFIX}{name}.", model.get_submodule(name), layers)
+            tensors |= tensors_per_expert(f"{PREFIX}{name}.", model.get_submodule(name), layers)
     else:
-        tensors = stacked(by_prefix(modules))
+        tensors = factors_of_all_experts(by_prefix(modules))
     targets = [n for n in TARGETS if any(n in factors for factors in modules.values())]
     some = next(lora for factors in modules.values() for lora in factors.values())
     config = peft_config(some, base_model or getattr(model, "name_or_path", None) or None)
@@ -158,7 +158,7 @@ def load_lora(
         config = read_json(directory / CONFIG)
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
-    targets, how = read_config(config, directory / CONFIG)
+    targets, how = read_lora_config(config, directory / CONFIG)
     try:
         state = load_file(plain(directory / TENSORS))
     except need("safetensors", "convert").SafetensorError as error:
@@ -173,7 +173,7 @@ def load_lora(
     return attach(model, adapters)
 
 
-def read_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
+def read_lora_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]:
     """Which weights have adapters, and the arguments of `LoRAFactors`."""
     names = (config.get("target_parameters") or []) if isinstance(config, dict) else []
     if not names or config.get("peft_type") != "LORA" or config.get("target_modules"):
@@ -233,7 +233,7 @@ def by_prefix(modules: Mapping[str, nn.ModuleDict]) -> dict[str, LoRAFactors]:
     return found
 
 
-def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[str, Tensor]:
+def tensors_per_expert(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[str, Tensor]:
     """The adapters of one module, for linear layers of each expert."""
     gate, up, down = layers
     up_name, down_name = names_of(module)
@@ -248,9 +248,9 @@ def split(prefix: str, module: nn.Module, layers: tuple[str, str, str]) -> dict[
             rows_of = {gate: slice(rows // 2), up: slice(rows // 2, rows)}
         else:
             raise ValueError(f"cannot tell which rows of {type(module).__name__} are gates")
-        tensors |= per_expert(prefix, factors[up_name], rows_of)
+        tensors |= factors_per_expert(prefix, factors[up_name], rows_of)
     if down_name in factors:
-        tensors |= per_expert(prefix, factors[down_name], {down: slice(None)})
+        tensors |= factors_per_expert(prefix, factors[down_name], {down: slice(None)})
     return tensors
 
 

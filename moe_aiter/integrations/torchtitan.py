@@ -121,14 +121,14 @@ class Experts(GroupedExperts):
 WEIGHTS[Experts] = WEIGHTS_IN_TURN
 
 
-def routed_experts(module: nn.Module) -> Foreign | None:
+def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
     """For `record_routes` and `replay_routes`.  torchtitan knows no dropped choice: expert 0 has weight 0."""
     if not isinstance(module, RoutedExperts):
         return None
     return Foreign(2, 1, module.inner_experts.num_experts, dropped=0)
 
 
-FINDERS.append(routed_experts)
+FINDERS.append(routed_experts_of_torchtitan)
 
 
 def each_row_once(rows: int, group_sizes: Tensor) -> Routing:
@@ -150,7 +150,7 @@ def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
 
     Raises TypeError for experts of another kind, such as those of gpt-oss, and for quantised ones.
     """
-    check_kind(type(config.inner_experts), GroupedExperts.Config)
+    check_supported(type(config.inner_experts), GroupedExperts.Config)
     changed = {"inner_experts": derive(config.inner_experts, Experts.Config)}
     if type(config.token_dispatcher) in [kind.Config for kind in STANDARD]:
         changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config)
@@ -170,7 +170,7 @@ def convert(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no RoutedExperts of torchtitan")
     for module in found:
-        check_kind(type(module.inner_experts), GroupedExperts, Experts)
+        check_supported(type(module.inner_experts), GroupedExperts, Experts)
         if module._parallelized:
             raise ValueError("convert the model before it is parallelised: its experts are wrapped already")
     for module in found:
@@ -181,6 +181,6 @@ def convert(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_kind(kind: type, *supported: type) -> None:
+def check_supported(kind: type, *supported: type) -> None:
     if kind not in supported:
         raise TypeError(f"no moe_aiter experts for {kind.__qualname__}, only for {supported[0].__qualname__}")

@@ -29,7 +29,7 @@ from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
-from ..layers.experts import Weights, inside
+from ..layers.experts import Weights, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.lora import LoRAFactors
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
@@ -326,18 +326,18 @@ def experts_forward(
     """
     owners = [*own_modules(module).values(), *(getattr(module, ADAPTERS, None) or {}).values()]
     owners = [owner for owner in owners if isinstance(owner, (FourBitWeight, LoRAFactors))]
-    return inside(owners, partial(run, module), hidden_states, top_k_index, top_k_weights)
+    return through(owners, partial(run_experts, module), hidden_states, top_k_index, top_k_weights)
 
 
-def run(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def run_experts(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Do as `experts_forward`, where all weights have numbers."""
     weights = weights_of(module)
     num_experts = weights.down.shape[0]
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
-    return compute(module, x, top_k_weights, plan, weights).to(x.dtype)
+    return compute_experts(module, x, top_k_weights, plan, weights).to(x.dtype)
 
 
-def compute(
+def compute_experts(
     module: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: ExpertWeights,
     save_z: bool = True,
 ) -> Tensor:  # fmt: skip
@@ -570,4 +570,4 @@ class DispatchedExperts:
     ) -> Tensor:
         """Return the output of this rank's experts, with these weights in place of the module's."""
         weights = ExpertWeights(*weights) if weights else weights_of(self.module)
-        return compute(self.module, x, routing_weights, plan, weights, save_z)
+        return compute_experts(self.module, x, routing_weights, plan, weights, save_z)

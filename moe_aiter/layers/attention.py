@@ -72,14 +72,14 @@ def attention(
     for cannot do, TypeError for dtypes; nothing is computed then.
     """
     window = tuple(window) if isinstance(window, list) else window  # a key is hashed
-    key = None if mask is not None else kind_of(q, k, v, is_causal, dropout_p, window, backend)
+    key = None if mask is not None else key_of_call(q, k, v, is_causal, dropout_p, window, backend)
     if key in simple:
         causal, shared = simple[key]
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=shared
         )
     call, dead, alive = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
-    chosen = choose(call, backend)
+    chosen = choose_kernel(call, backend)
     report(chosen, call)
     remember(key, chosen, call, q)
     with no_autocast(call.q):  # which would lower what a kernel computes in float32
@@ -96,7 +96,7 @@ def attention_backend(
 ) -> str:  # fmt: skip
     """Return what `attention` would run for these: "flash", "math", or "sdpa: " and torch's chosen kernel."""
     call, *_ = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
-    return name_of(choose(call, backend), call)
+    return name_of(choose_kernel(call, backend), call)
 
 
 # the call: inputs that are checked, without the queries and keys that see nothing
@@ -125,7 +125,7 @@ class Call(NamedTuple):
     @property
     def is_torchs_causal(self) -> bool:
         """Whether torch's causal mask (first query at first key) equals ours (last query at last key)."""
-        return decided(self.is_causal and self.q.shape[2] == self.k.shape[2])
+        return concrete_bool(self.is_causal and self.q.shape[2] == self.k.shape[2])
 
     @property
     def group(self) -> int:
@@ -141,8 +141,8 @@ def agree(
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, t)
     q, k, v = cast_as_linear(q, k, v)
-    check_inputs(q, k, v)
-    check_options(is_causal, scale, dropout_p)
+    check_qkv(q, k, v)
+    check_attention_options(is_causal, scale, dropout_p)
     Sq, Sk = q.shape[2], k.shape[2]
     mask = None if mask is None else shaped_mask(mask, q, Sk)
     left, right = seen(is_causal, window)
@@ -184,7 +184,7 @@ def with_all_or_some(mask: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return mask.masked_fill(~alive, 0), alive
 
 
-def check_options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
+def check_attention_options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
     check_flags(is_causal=is_causal)
     if scale is not None:
         check_real("scale", scale)
@@ -195,7 +195,7 @@ def check_options(is_causal: bool, scale: float | None, dropout_p: float) -> Non
         raise ValueError(f"dropout_p must be from 0 to below 1, not {dropout_p}")
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_axes(q=(q, "B, Hq, Sq, D"), k=(k, "B, Hk, Sk, D"), v=(v, "B, Hk, Sk, Dv"))
     check_float(q=q, k=k, v=v)
     check_device(q=q, k=k, v=v)
@@ -266,26 +266,26 @@ def fitted(call: Call) -> Call:
     q, k, v = call[:3]
     if q.dtype in HALVES and min(q.shape[3], v.shape[3]) < NARROWEST:
         q, k, v = (F.pad(t, (0, max(NARROWEST - t.shape[3], 0))) for t in (q, k, v))
-    q, k, v = (aligned(t) for t in (q, k, v))
+    q, k, v = (with_aligned_rows(t) for t in (q, k, v))
     same = q is call.q and k is call.k and v is call.v
     return call if same else call._replace(q=q, k=k, v=v)
 
 
-def aligned(t: Tensor) -> Tensor:
+def with_aligned_rows(t: Tensor) -> Tensor:
     """(B, H, S, D), or a copy whose rows begin at multiples of 16 bytes, if D lets them."""
-    if is_aligned(t) or t.shape[3] * t.itemsize % BYTES:
+    if has_aligned_rows(t) or t.shape[3] * t.itemsize % BYTES:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def is_aligned(t: Tensor) -> bool:
+def has_aligned_rows(t: Tensor) -> bool:
     # torch.compile cannot ask for the offset; of a part of whole 16 bytes it is seldom another
     start = 0 if torch.compiler.is_compiling() else t.storage_offset()
     steps = [step for step, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
     return t.stride(3) == 1 and not any(n * t.itemsize % BYTES for n in (start, *steps))
 
 
-def decided(flag: bool) -> bool:
+def concrete_bool(flag: bool) -> bool:
     """A bool also of sizes that torch.compile holds for dynamic, whose comparisons torch's kernels refuse."""
     if flag:  # noqa: SIM103  a branch is what makes the compiler decide, and bool() does not
         return True
@@ -305,7 +305,7 @@ def rows_to_heads(t: Tensor, group: int) -> Tensor:
 # checks that passed once, cached: they take the host as long as a small kernel takes the GPU
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Any, ...] | None:
+def key_of_call(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Any, ...] | None:
     """All that the choice depends on; None if torch or the log must see each call."""
     if torch.compiler.is_compiling() or any_autocast() or log.isEnabledFor(logging.INFO):
         return None
@@ -338,7 +338,7 @@ def without_dead(out: Tensor, alive: Tensor) -> Tensor:
 # which kernel
 
 
-def choose(call: Call, backend: str) -> str:
+def choose_kernel(call: Call, backend: str) -> str:
     check_backend(backend, BACKENDS)
     empty = not all(t.numel() for t in call[:3])
     if backend == "auto":
@@ -422,7 +422,7 @@ def flash(call: Call) -> tuple[Tensor, ...]:
 def rows_of_16_bytes(t: Tensor) -> Tensor:
     """(B, H, S, D) in whole 16 bytes: with D filled up by zeros to a multiple of 8, and aligned."""
     short = -t.shape[3] % 8
-    return F.pad(t, (0, short)) if short else aligned(t)
+    return F.pad(t, (0, short)) if short else with_aligned_rows(t)
 
 
 def run_sdpa(call: Call) -> Tensor:
@@ -445,7 +445,7 @@ def sdpa_arguments(call: Call) -> list[Any]:
 
 
 def sdpa_options(call: Call) -> dict[str, Any]:
-    return {"scale": call.scale, "enable_gqa": decided(call.group > 1)}
+    return {"scale": call.scale, "enable_gqa": concrete_bool(call.group > 1)}
 
 
 def for_torch(call: Call) -> Call:
@@ -523,7 +523,7 @@ def mha_fwd(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     window = i.window_size_left, i.window_size_right
     call, dead, _ = agree(qh, kh, vh, None, i.is_causal, i.softmax_scale, i.dropout_p, window)
     kept, state = q.new_empty(0, dtype=torch.bool), q.new_zeros(2, dtype=torch.int64)
-    is_flash = q.is_cuda and choose(call, "auto") != "math" and not flash_lacks(call)
+    is_flash = q.is_cuda and choose_kernel(call, "auto") != "math" and not flash_lacks(call)
     if is_flash and not i.return_dropout_randval:
         out, lse, seeds = flash(call)
         if call.dropout_p:  # else torch leaves them as the memory was

@@ -52,7 +52,7 @@ def experts_by_step(
 def up_rows(x: Tensor, up: Projection, plan: RoutePlan) -> Tensor:
     """(T, H) -> (R, width)."""
     adapter = up.adapter
-    w, four_bit = split(up.weight)
+    w, four_bit = split_weight(up.weight)
     if adapter is None:
         return adapted_up(x, w, up.bias, None, None, *plan, *four_bit)
     low = adapted_up(F.dropout(x, adapter.dropout), adapter.a, None, None, None, *plan)  # (R, r)
@@ -72,7 +72,7 @@ def weighted_sum(
     if adapter is not None:
         low = segment_gmm(F.dropout(a, adapter.dropout), adapter.a.mT, lens)  # (R, r)
         b, growth = adapter.b, adapter.growth
-    w, four_bit = split(down.weight)
+    w, four_bit = split_weight(down.weight)
     if norm is None and growth is None:
         return adapted_down(a, w, down.bias, low, b, routing_weights, *plan, *four_bit)
     bias = down.bias if growth is None else None
@@ -87,7 +87,7 @@ def weighted_sum(
     return unpermute(y if norm is None else norm(y), plan, routing_weights)
 
 
-def split(weight: Tensor | FourBit) -> tuple[Tensor, tuple[Any, ...]]:
+def split_weight(weight: Tensor | FourBit) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the second and the last arguments of `adapted_up` and `adapted_down` for a weight."""
     return (weight.packed, weight.parts) if isinstance(weight, FourBit) else (weight, ())
 

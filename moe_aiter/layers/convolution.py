@@ -35,7 +35,7 @@ def conv2d(
     """
     arguments = input, weight, bias, stride, padding, dilation, groups
     if len({t.device for t in arguments[:3] if isinstance(t, Tensor)}) > 1:
-        check_inputs(input, weight, bias, groups)
+        check_convolution(input, weight, bias, groups)
     try:
         # off, maybe, for as long as another thread is in such a block
         if switches.dynamic_shapes and (SEARCH.blocks or torch.backends.cudnn.benchmark):
@@ -43,12 +43,12 @@ def conv2d(
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     except (RuntimeError, TypeError):
         # torch looks before it launches: only what it refused is looked at again
-        check_inputs(input, weight, bias, groups)
+        check_convolution(input, weight, bias, groups)
         check_steps(stride, padding, dilation)
         raise
 
 
-def check_inputs(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
+def check_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
     check_tensor("input", input)
     if input.dim() not in (3, 4):
         raise ValueError(f"input must be (N, C, H, W) or (C, H, W), but it has shape {tuple(input.shape)}")

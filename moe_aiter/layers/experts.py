@@ -25,7 +25,7 @@ from ..private_api import has_hooks
 from ..routing.plan import RoutePlan
 
 Weights = tuple[Any, ...]  # of experts, as they compute with them: a Tensor, a FourBit or None each
-Within = Callable[..., Tensor]  # what `inside` calls in a forward pass
+Within = Callable[..., Tensor]  # what `through` calls in a forward pass
 Part = TypeVar("Part", Tensor, Tensor | None)
 
 
@@ -112,7 +112,7 @@ class Experts(WithOptions):
         """Send `x` (T, H) through the experts of `plan`; add up, weighted by `routing_weights` (T, k).
 
         Returns (T, H) in the dtype of `x`, which must be that of the weights; under torch.autocast, in its
-        dtype, as from nn.Linear.  `within` is for `inside`.  Raises ValueError and TypeError as `expert_mlp`
+        dtype, as from nn.Linear.  `within` is for `through`.  Raises ValueError and TypeError as `expert_mlp`
         does.
         """
         if within is not None:
@@ -168,7 +168,7 @@ class SteppedExperts(nn.Module):
         check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
-        return inside(self.owners(), self.compute_here, x, routing_weights, plan)
+        return through(self.owners(), self.compute_here, x, routing_weights, plan)
 
     def compute_here(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> Tensor:
         return self.compute(x, routing_weights, plan, self.local_weights())
@@ -192,7 +192,7 @@ def local_weight(p: Part) -> Part:
     return local.detach().requires_grad_(p.requires_grad)
 
 
-def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def through(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return `fn(*args)`, called in the forward passes of modules whose parameters `fn` reads.
 
     FSDP2, ZeRO-3 and offloading gather a module's parameters for its own forward pass alone, by hooks or by
@@ -202,7 +202,7 @@ def inside(owners: Iterable[nn.Module], fn: Callable[..., Tensor], *args: Any) -
     hooked = [module for module in owners if is_hooked(module)]
     if not hooked:
         return fn(*args)
-    out: Tensor = hooked[0](*args, within=partial(inside, hooked[1:], fn))
+    out: Tensor = hooked[0](*args, within=partial(through, hooked[1:], fn))
     return out
 
 

@@ -48,7 +48,7 @@ class FourBitWeight(nn.Module):
         self.format, self.dtype = weight.format, weight.dtype
 
     def forward(self, *args: Any, within: Callable[..., Tensor]) -> Tensor:
-        """Return `within(*args)`, which reads this weight: see `inside`."""
+        """Return `within(*args)`, which reads this weight: see `through`."""
         return within(*args)
 
     def weight(self) -> FourBit:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import check_size, checked
 from ..private_api import REPLICA, has_hooks, own_modules, own_parameters
-from .experts import inside
+from .experts import through
 from .linear import multiply
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -49,7 +49,7 @@ class FusedLinear(nn.Module):
     def forward(
         self, x: Tensor, *, within: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     ) -> tuple[Tensor, ...]:
-        """x (..., K) -> (..., N) for each projection: views of one tensor.  `within` is for `inside`."""
+        """x (..., K) -> (..., N) for each projection: views of one tensor.  `within` is for `through`."""
         if within is not None:
             return within(x)
         return torch.split(multiply(x, self.weight, self.bias), self.sizes, -1)
@@ -107,7 +107,7 @@ class FusedPart(nn.Module):
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
             )
-        return inside(self.shared, self.multiplied, input)
+        return through(self.shared, self.multiplied, input)
 
     def multiplied(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)

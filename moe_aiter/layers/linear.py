@@ -24,7 +24,7 @@ from ..kernels.base.check import (
 from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
 from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, tuned_gemm
 from ..private_api import own_buffers, own_parameters, version_of
-from ..tuning.aiter_csv import Problem, find, this_device
+from ..tuning.aiter_csv import GemmKey, find_tuned, this_device
 from ..tuning.choice import measured
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -86,7 +86,7 @@ def install() -> None:
     @functools.wraps(original)
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
         # switched off: another patch has wrapped this function and goes on to call it
-        return linear(self, input, original) if switch["on"] else original(self, input)
+        return multiply_patched(self, input, original) if switch["on"] else original(self, input)
 
     switch["forward"] = forward
     _switches.append(switch)
@@ -101,7 +101,7 @@ def uninstall() -> None:
         nn.Linear.forward = forward.__wrapped__  # type: ignore[method-assign, attr-defined]
 
 
-def linear(module: nn.Linear, x: Tensor, original: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:
+def multiply_patched(module: nn.Linear, x: Tensor, original: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:
     """Compute the output of a patched nn.Linear."""
     weight = module.weight
     if not is_ours(x, weight):
@@ -194,7 +194,7 @@ def preshuffle_weights(
     for module in eligible:
         module.register_buffer(BUFFER, copies[id(module.weight)], persistent=False)
         vars(module)["_preshuffled_layout"] = tuple(layout)
-        _shuffled_from[module] = state_of(module.weight)
+        _shuffled_from[module] = state_of_weight(module.weight)
     return len(eligible)
 
 
@@ -214,7 +214,7 @@ def is_eligible(module: nn.Module, multiple: int) -> TypeGuard[nn.Linear]:
     return weight.dim() == 2 and all(size % multiple == 0 for size in weight.shape)
 
 
-def state_of(weight: Tensor) -> State:
+def state_of_weight(weight: Tensor) -> State:
     """Return values that change if the weight does; a new weight may have the address of a deleted one."""
     return weakref.ref(weight), version_of(weight), weight.data_ptr(), weight.dtype
 
@@ -241,9 +241,9 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if not takes_shuffled(x.numel() // max(x.shape[-1], 1), weight):
         return None
-    if not is_same(_shuffled_from.get(module), state_of(weight)):
+    if not is_same(_shuffled_from.get(module), state_of_weight(weight)):
         shuffled = shuffle_weight(weight.detach(), LAYOUT)
-        own_buffers(module)[BUFFER], _shuffled_from[module] = shuffled, state_of(weight)
+        own_buffers(module)[BUFFER], _shuffled_from[module] = shuffled, state_of_weight(weight)
     return shuffled
 
 
@@ -252,8 +252,8 @@ def takes_shuffled(rows: int, weight: Tensor) -> bool:
     shuffled = None
     if settings.config_gemm_bf16:
         (N, K), device = weight.shape, this_device(weight.device)
-        problem = Problem(rows, N, K, False, weight.dtype, weight.dtype)
-        usual, shuffled = find(problem, device), find(problem._replace(shuffled=True), device)
+        problem = GemmKey(rows, N, K, False, weight.dtype, weight.dtype)
+        usual, shuffled = find_tuned(problem, device), find_tuned(problem._replace(shuffled=True), device)
         if usual is not None and shuffled is not None:
             return shuffled.us < usual.us
     if settings.preshuffle_m_threshold:

@@ -37,7 +37,7 @@ from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, experts_by_step, spread
-from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, inside, is_hooked, local_part
+from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
 from .four_bit import FourBitExperts
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class LoRAFactors(nn.Module):
     ) -> Tensor:
         """c * B (A x) of each segment of rows of `x`, by the pair it names; zeros where it names none.
 
-        `within` is for `inside`, whose function then gets the arguments.
+        `within` is for `through`, whose function then gets the arguments.
         """
         if within is not None:
             return within(x, lens, numbers)
@@ -249,7 +249,7 @@ class LoRALinear(nn.Module):
             out = apply_linear(self.base, rows)
         elif self.lora.magnitude is not None:
             lens, ids = self.named(x, adapter_ids, seg_lens)
-            out = inside((self.lora,), self.with_dora, rows, lens, ids)
+            out = through((self.lora,), self.with_dora, rows, lens, ids)
         else:
             out = apply_linear(self.base, rows)
             out = (out + self.adapted(rows, *self.named(x, adapter_ids, seg_lens))).to(out.dtype)
@@ -473,7 +473,7 @@ class LoRAExperts(SteppedExperts):
         lora_B.weight to down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after rank.
         Raises ValueError with DoRA, which PEFT does not support for these weights.
         """
-        return stacked(self.by_peft_name(prefix))
+        return factors_of_all_experts(self.by_peft_name(prefix))
 
     @checked
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
@@ -501,7 +501,7 @@ def taken(original: T | None) -> T:
 #               (out, r) and, with DoRA, lora_magnitude_vector (out,), which the stacked form has no place for
 
 
-def stacked(found: Mapping[str, LoRAFactors]) -> dict[str, Tensor]:
+def factors_of_all_experts(found: Mapping[str, LoRAFactors]) -> dict[str, Tensor]:
     """Copies of the `LoRAFactors` of all experts, by their prefixes."""
     tensors: dict[str, Tensor] = {}
     for prefix, lora in found.items():
@@ -516,7 +516,7 @@ def stacked(found: Mapping[str, LoRAFactors]) -> dict[str, Tensor]:
 
 def load_stacked(found: Mapping[str, LoRAFactors], state: Mapping[str, Tensor]) -> None:
     """The inverse, of `LoRAFactors` by their prefixes.  Raises as `copy_in` does, and then copies nothing."""
-    to = {name: torch.empty_like(t) for name, t in stacked(found).items()}
+    to = {name: torch.empty_like(t) for name, t in factors_of_all_experts(found).items()}
     copy_in(to, state)
     for prefix, lora in found.items():
         A, B = (to[f"{prefix}lora_{which}.weight"] for which in "AB")
@@ -524,7 +524,7 @@ def load_stacked(found: Mapping[str, LoRAFactors], state: Mapping[str, Tensor]) 
         lora.B.detach().copy_(rearrange(B, "o (r e) -> e o r", r=lora.rank))
 
 
-def per_expert(prefix: str, lora: LoRAFactors, layers: Mapping[str, slice]) -> dict[str, Tensor]:
+def factors_per_expert(prefix: str, lora: LoRAFactors, layers: Mapping[str, slice]) -> dict[str, Tensor]:
     """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
     lora.check_present()
     found = {}

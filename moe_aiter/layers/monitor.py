@@ -287,7 +287,7 @@ def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bo
     from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, padding=0)
-    columns = {"layer": list(statistics)} | columns_of(list(statistics.values()), width, ascii_only)
+    columns = {"layer": list(statistics)} | table_columns(list(statistics.values()), width, ascii_only)
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     for name in columns:  # where there is little room the names of layers go on in a second line
         left = name in ("layer", "load")
@@ -297,7 +297,7 @@ def new_table(statistics: dict[str, LayerStatistics], width: int, ascii_only: bo
     return table
 
 
-def columns_of(layers: list[LayerStatistics], width: int, ascii_only: bool) -> dict[str, list[str]]:
+def table_columns(layers: list[LayerStatistics], width: int, ascii_only: bool) -> dict[str, list[str]]:
     """Return the table's cells for each layer, by column; a cell without a value is empty."""
     return {
         "load": [bars(s.load, width, ascii_only) for s in layers],

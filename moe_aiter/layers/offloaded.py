@@ -1,6 +1,6 @@
 """Frozen experts in host memory, whose weights are copied to the GPU ahead of their use: `offload(model)`.
 
-A `Pool` has `ahead + 1` buffers on the GPU, each as large as the largest layer.  When a layer runs, the pool
+A pool has `ahead + 1` buffers on the GPU, each as large as the largest layer.  When a layer runs, the pool
 hands out the buffer with its weights, and copies those of the next layers into the other buffers: of later
 layers in a forward pass, of earlier layers in a backward pass, also where activation checkpointing repeats a
 forward pass.  The order only decides what is copied early; a layer that runs out of turn is copied on demand.
@@ -51,7 +51,7 @@ ALIGNMENT = 256  # bytes, of each weight in a buffer
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """The place of a tensor in a buffer of bytes; the offset counts numbers, not bytes."""
 
     dtype: torch.dtype
@@ -69,16 +69,16 @@ class Layer:
     def __init__(self, name: str, module: nn.Module, index: int):
         self.name, self.module, self.index, self.size = name or "the model", module, index, 0
         owners: list[dict[str, Any]] = []
-        for part in parts_of(module):
+        for part in modules_of_weights(module):
             owners += own_parameters(part), own_buffers(part)
         self.found = [(owner, key) for owner in owners for key, t in owner.items() if t is not None]
         self.places = [self.next_place(owner[key]) for owner, key in self.found]
 
-    def next_place(self, t: Tensor) -> Place:
+    def next_place(self, t: Tensor) -> BufferPlace:
         stride = torch.empty_like(t, device="meta").stride()  # that of `t`, unless it has gaps
         offset = self.size // t.itemsize
         self.size += -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        return Place(t.dtype, t.shape, stride, offset)
+        return BufferPlace(t.dtype, t.shape, stride, offset)
 
     def weights(self) -> list[Tensor]:
         """Return the weights in host memory; raise unless they are in their places, and frozen."""
@@ -106,12 +106,12 @@ class Layer:
                 owner[key] = t
 
 
-def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+def modules_of_weights(module: nn.Module) -> Iterator[nn.Module]:
     """The module and those in it that have its weights: not the adapters."""
     yield module
     for child in module.children():
         if not isinstance(child, LoRAFactors):
-            yield from parts_of(child)
+            yield from modules_of_weights(child)
 
 
 class Slot:
@@ -128,14 +128,14 @@ class Slot:
             self.data.record_stream(stream)
 
 
-class Saved(NamedTuple):
+class SavedPlace(NamedTuple):
     """The object that autograd keeps in place of a weight or of its view."""
 
     states: list[tuple[int, int]]
-    place: Place
+    place: BufferPlace
 
 
-class Pool:
+class WeightPool:
     """Buffers for the weights of `layers`, which are copied there `ahead` layers before they run."""
 
     def __init__(self, layers: list[Layer], device: torch.device, ahead: int):
@@ -198,10 +198,10 @@ class Pool:
         def pack(t: Tensor) -> Any:
             if not is_alias(t, slot.data):
                 return keep(t)
-            return Saved(slot.states, Place(t.dtype, t.shape, t.stride(), int(t.storage_offset())))
+            return SavedPlace(slot.states, BufferPlace(t.dtype, t.shape, t.stride(), int(t.storage_offset())))
 
         def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, Saved):
+            if not isinstance(saved, SavedPlace):
                 return give(saved)
             again = self.use(layer)
             if again.states != saved.states:
@@ -266,7 +266,7 @@ def to_host(layer: Layer, device: torch.device) -> None:
             t.data = t.data.cpu()
 
 
-def page_locked(place: Place, size: int, device: torch.device) -> Tensor:
+def page_locked(place: BufferPlace, size: int, device: torch.device) -> Tensor:
     """Return host memory for a tensor of `size` bytes, from which a GPU copies while the host goes on.
 
     torch's allocator of such memory rounds each size up to a power of two, to almost twice the size.
@@ -322,17 +322,17 @@ def offload(
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         raise ValueError(f"device must be a CPU or a GPU that torch can use, not {device}")
     device = torch.empty(0, device=device).device  # with its index
-    layers = layers_of(model)
+    layers = layers_to_offload(model)
     for layer in layers:
         to_host(layer, device)
-    pool = Pool(layers, device, ahead)
+    pool = WeightPool(layers, device, ahead)
     attachment = Attachment()
     for layer in layers:
         pool.attach(layer, attachment)
     return attachment.close
 
 
-def layers_of(model: nn.Module) -> list[Layer]:
+def layers_to_offload(model: nn.Module) -> list[Layer]:
     """Return the experts of a model in its order; ValueError unless all can be offloaded."""
     layers: list[Layer] = []
     inside: set[nn.Module] = set()

@@ -428,7 +428,7 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
         whole = Distance()
         whole.add(quantized(*args, **kwargs), expected)
     converted = tuple(
-        LayerReport(name, format_of(layer), size_of(original), size_of(layer), distances[name].relative())
+        LayerReport(name, layer_format(layer), size_of(original), size_of(layer), distances[name].relative())
         for name, (original, layer) in pairs.items()
     )
     only = any(isinstance(layer, FourBitExperts) for _, layer in pairs.values())
@@ -436,7 +436,7 @@ def quantization_report(model: nn.Module, quantized: nn.Module, inputs: Any) -> 
     return QuantizationReport(converted, left, size_of(model), size_of(quantized), whole.relative() or 0.0)
 
 
-def format_of(layer: Quantized | FourBitExperts) -> str:
+def layer_format(layer: Quantized | FourBitExperts) -> str:
     """Return the format of a converted layer."""
     return layer.gate_up.format if isinstance(layer, FourBitExperts) else layer.dtype
 

@@ -112,10 +112,10 @@ class RouteRecorder:
         if not repeats():
             with torch.inference_mode(False):  # a training step could not use inference tensors
                 weights = routing_weights.detach().clone() if self.weights else None
-                self.calls.append(Route(small(expert_ids.detach().clone(), num_experts), weights))
+                self.calls.append(Route(small_ids(expert_ids.detach().clone(), num_experts), weights))
 
 
-def small(expert_ids: Tensor, num_experts: int) -> Tensor:
+def small_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
     """The ids in the smallest dtype; -1 for one that no expert has, as kernels drop it."""
     none = (expert_ids < 0) | (expert_ids >= num_experts)
     return expert_ids.masked_fill(none, -1).to(torch.int16 if num_experts <= 2**15 else torch.int32)
@@ -270,7 +270,7 @@ def checked_route(name: str, layer: "ReplayedLayer | ForeignLayer", route: Route
     if weights and route.routing_weights is None:
         raise ValueError(f"weights=True, but routes have no routing weights of {name}")
     layer.check(name, ids)
-    return Route(small(ids, num_experts), route.routing_weights if weights else None)
+    return Route(small_ids(ids, num_experts), route.routing_weights if weights else None)
 
 
 # layers
@@ -451,7 +451,7 @@ def calls_of(routes: object, names: list[str], layers: Sequence[Any] | None) -> 
                     f"{len(layers)}, but routes are (tokens, layers={array.shape[1]}, k): select the layers "
                     "that are MoE"
                 )
-        columns = columns_of(layers, names)
+        columns = columns_by_layer(layers, names)
         return {name: [Route(array[:, c]) for array in passes for c in columns[name]] for name in names}
     if layers is not None:
         raise ValueError("layers are given, but routes are a dict, whose keys name the layers")
@@ -461,7 +461,7 @@ def calls_of(routes: object, names: list[str], layers: Sequence[Any] | None) -> 
     return {name: [as_route(name, r) for r in in_calls(routes[name])] for name in names}
 
 
-def columns_of(layers: Sequence[Any], names: list[str]) -> dict[str, list[int]]:
+def columns_by_layer(layers: Sequence[Any], names: list[str]) -> dict[str, list[int]]:
     """The columns of each of the model's layers, whose `names` are given, and of others in `layers`."""
     columns: dict[str, list[int]] = defaultdict(list)
     for column, layer in enumerate(layers):

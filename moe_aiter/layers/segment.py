@@ -57,7 +57,7 @@ class SegmentGEMMWrapper:
         place of `seg_lens`.
         """
         check_backend(self.backend, BACKENDS)
-        check_order(seg_lens, seg_indptr, weight_indices, batch_size)
+        check_order_of_arguments(seg_lens, seg_indptr, weight_indices, batch_size)
         if seg_indptr is not None:
             seg_lens = None
         check_tensor("x", x)
@@ -80,7 +80,7 @@ class SegmentGEMMWrapper:
     forward = run
 
 
-def check_order(
+def check_order_of_arguments(
     seg_lens: Tensor | None, seg_indptr: Tensor | None, weight_indices: Tensor | None, batch_size: int
 ) -> None:
     """Raise without segments, and where arguments by position have an `out`, or None, before them."""

@@ -72,7 +72,7 @@ def route(
     check_shape("logits", logits, "T", "E")
     check_sizes(top_k=top_k)
     check_float(logits=logits)
-    check_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
+    check_router_choice(choice, top_k, logits.shape[1], "logits is (T, E={})", selection_bias is not None)
     check_mask(mask, "logits", logits)
     renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, logits.shape[1]))
     logits = hide(logits.to(torch.promote_types(logits.dtype, torch.float32)), mask)
@@ -132,7 +132,7 @@ def rank(scores: Tensor, selection_bias: Tensor | None) -> Tensor:
     return scores.detach() + selection_bias.detach()
 
 
-def check_choice(choice: Choice | None, top_k: int, num_experts: int, what: str, biased: bool) -> None:
+def check_router_choice(choice: Choice | None, top_k: int, num_experts: int, what: str, biased: bool) -> None:
     if top_k > num_experts:
         raise ValueError(f"top_k is {top_k} but {what.format(num_experts)}")
     if choice is not None:
@@ -203,7 +203,7 @@ def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) ->
     with no_autocast(weight):
         rounded = dlogits.to(dtype)
         if needs.x:
-            dx = add_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
+            dx = add_logits_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
         if needs.weight:
             dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
     if needs.bias:
@@ -211,7 +211,7 @@ def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) ->
     return gradients(LogitsInputs, x=dx, weight=dweight, bias=dbias)
 
 
-def add_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def add_logits_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out + a @ b, in the memory of `out` if one product can do that unnoticed."""
     if out is not None and a.dtype == out.dtype and is_unwatched(out):
         return out.addmm_(a, b)
@@ -277,7 +277,7 @@ class Router(nn.Module):
         check_parameter_dtype(dtype)
         check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
         check_positive(scale=scale)
-        check_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
+        check_router_choice(choice, top_k, num_experts, "num_experts is {}", selection_bias)
         renormalize = check_score(score, renormalize, top_k, most_experts(choice, top_k, num_experts))
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale

@@ -89,12 +89,12 @@ class Scored(NamedTuple):
         if not self.renormalize:
             return weigh(chosen, True, False, self.scale)
         if not needs_own_gradient():
-            return Weights.apply(chosen, of_scores, self.scale)
+            return RenormalizedWeights.apply(chosen, of_scores, self.scale)
         # the sum is 1, but with a division by it torch's gradient of a softmax does not cancel
         return weigh(chosen if of_scores else chosen.softmax(1), True, True, self.scale)
 
 
-class Weights(torch.autograd.Function):
+class RenormalizedWeights(torch.autograd.Function):
     """`weigh` of renormalised weights, with the gradient that the op `route` has."""
 
     apply: ClassVar[Callable[[Tensor, bool, float], Tensor]]

@@ -21,7 +21,7 @@ from ..op import SCOPES, decisions, log
 from ..private_api import Scoped
 from .candidates import Config, candidates, of_few_rows
 from .store import find_row
-from .table import TILES, Key, find
+from .table import TILES, Key, find_tile
 
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
@@ -38,7 +38,7 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     if config is None and interpret:
         config = TOY
     elif config is None:
-        config = find(served(), key)
+        config = find_tile(served(), key)
     log.debug("%s: tile %s", key, config)
     return config
 
@@ -77,7 +77,7 @@ def decided_by() -> tuple:
 
 def default(key: Key) -> Config:
     """The choice where the table of this very GPU has none."""
-    return find(served()[-1:], key)
+    return find_tile(served()[-1:], key)
 
 
 def to_try(key: Key) -> list[Config]:
@@ -150,7 +150,7 @@ def default_tile(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: in
     """`lookup`, and without a GPU the tile that fits all of them."""
     if interpret or has_gpu():
         return lookup(op, dtype, m, n, k, groups)
-    return find(("sm80",), key_of(op, dtype, m, n, k, groups))
+    return find_tile(("sm80",), key_of(op, dtype, m, n, k, groups))
 
 
 def num_units() -> int:

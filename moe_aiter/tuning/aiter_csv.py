@@ -25,7 +25,7 @@ import torch
 from ..config import settings
 from ..files import opened
 from . import bucket
-from .store import cache_clear, changing, lines, number, parsed, remembered, rewrite, whole, word
+from .store import cache_clear, changing, lines, number, parsed, remembered, rewrite, whole_number, word
 
 log = logging.getLogger("moe_aiter")
 
@@ -43,7 +43,7 @@ NAMES = {"": None, "0": None, "1": "bf16_untuned_gemm.csv"}  # what MOE_AITER_TU
 PADDINGS = ((256, 16), (1024, 32), (4096, 64))  # rows up to the first go to multiples of the second
 
 
-class Problem(NamedTuple):
+class GemmKey(NamedTuple):
     """A product: what a row is looked up by, on one device."""
 
     M: int
@@ -66,8 +66,8 @@ class Device(NamedTuple):
     units: int
 
 
-class Row(NamedTuple):
-    problem: Problem
+class TunedRow(NamedTuple):
+    problem: GemmKey
     device: Device
     libtype: str  # in lower case
     us: float
@@ -79,7 +79,7 @@ class Row(NamedTuple):
         return {name: PARSERS.get(name, number_or_text)(text) for name, text in rest.items()}
 
 
-def find(problem: Problem, device: Device) -> Row | None:
+def find_tuned(problem: GemmKey, device: Device) -> TunedRow | None:
     """The row for this product on this device: of its M, or of the M that AITER pads it to; else None.
 
     Raises FileNotFoundError where none of several files is there, ValueError for a mistake in one of them.
@@ -88,18 +88,18 @@ def find(problem: Problem, device: Device) -> Row | None:
 
 
 @remembered
-def find_in(paths: str, problem: Problem, device: Device) -> Row | None:
-    table = load(paths, device)
-    for M in (problem.M, padded(problem.M, problem.N, 0), padded(problem.M, problem.N, 1)):
+def find_in(paths: str, problem: GemmKey, device: Device) -> TunedRow | None:
+    table = load_fastest(paths, device)
+    for M in (problem.M, padded_m(problem.M, problem.N, 0), padded_m(problem.M, problem.N, 1)):
         if row := table.get(problem._replace(M=M)):
             return row
     return None
 
 
-find.cache_info, find.cache_clear = find_in.cache_info, cache_clear
+find_tuned.cache_info, find_tuned.cache_clear = find_in.cache_info, cache_clear
 
 
-def padded(rows: int, n: int, level: int) -> int:
+def padded_m(rows: int, n: int, level: int) -> int:
     """The M whose row serves this M as well, as AITER has it."""
     if level:
         return 8192 if rows > 8192 and n > 4096 else bucket(rows)
@@ -132,7 +132,7 @@ def current_device() -> torch.device:
 
 
 @remembered
-def load(paths: str, device: Device) -> dict[Problem, Row]:
+def load_fastest(paths: str, device: Device) -> dict[GemmKey, TunedRow]:
     """The fastest row of each product on this device, of a list of files; a warning says what is left out."""
     rows = [row for path in existing(paths) for row in read(path)]
     # with and without gfx they are the same device
@@ -140,7 +140,7 @@ def load(paths: str, device: Device) -> dict[Problem, Row]:
     if len(mine) < len(rows):
         text = "%s: %d of %d rows are of other devices than this one, %s with %d units"
         log.warning(text, paths, len(rows) - len(mine), len(rows), *device)
-    best: dict[Problem, Row] = {}
+    best: dict[GemmKey, TunedRow] = {}
     several = {}
     for row in mine:
         other = best.setdefault(row.problem, row)
@@ -166,26 +166,26 @@ def existing(paths: str) -> list[pathlib.Path]:
     return found
 
 
-def read(path: pathlib.Path) -> Iterator[Row]:
+def read(path: pathlib.Path) -> Iterator[TunedRow]:
     """Every row of a file.  Raises ValueError that names the file and the line of a mistake."""
-    return (row_of(cells, where) for where, cells in lines_of(path, NEEDED))
+    return (tuned_row(cells, where) for where, cells in lines_of(path, NEEDED))
 
 
-def read_untuned(path: pathlib.Path) -> list[Problem]:
+def read_untuned(path: pathlib.Path) -> list[GemmKey]:
     """The products of a file that AITER has written with `AITER_TUNE_GEMM=1`, each once."""
     parsers = {column: PARSERS[column] for column in UNTUNED}
     products = (parsed(cells, parsers, where) for where, cells in lines_of(path, UNTUNED))
-    return list(dict.fromkeys(Problem(*product.values()) for product in products))
+    return list(dict.fromkeys(GemmKey(*product.values()) for product in products))
 
 
 def lines_of(path: pathlib.Path, needed: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
     return lines(path, needed, "{}, line 1: there are no columns {missing}", "{} cells under {} columns")
 
 
-def row_of(cells: dict[str, str], where: str) -> Row:
+def tuned_row(cells: dict[str, str], where: str) -> TunedRow:
     values = parsed(cells, PARSERS, where)
     device = Device(cells.get("gfx", "").lower(), values["cu_num"])
-    return Row(Problem(*map(values.get, UNTUNED)), device, values["libtype"], float(values["us"]), cells)
+    return TunedRow(GemmKey(*map(values.get, UNTUNED)), device, values["libtype"], float(values["us"]), cells)
 
 
 # cells
@@ -195,7 +195,7 @@ Value = TypeVar("Value")
 
 def solution(text: str) -> int:
     """The number of a solution, the first where none is given."""
-    return whole(text or "0", least=-(2**63))
+    return whole_number(text or "0", least=-(2**63))
 
 
 def time(text: str) -> int | float:
@@ -213,7 +213,7 @@ def figure(text: str) -> int | float:
     return found
 
 
-def chosen(choices: dict[str, Value], text: str) -> Value:
+def one_of(choices: dict[str, Value], text: str) -> Value:
     name = text.lower().removeprefix("torch.")
     name = ALIASES.get(name, name)
     if name not in choices:
@@ -227,9 +227,9 @@ def number_or_text(text: str) -> int | float | str:
 
 
 PARSERS = {
-    **dict.fromkeys(("cu_num", "M", "N", "K"), whole),
-    **dict.fromkeys(("bias", "scaleAB", "bpreshuffle"), functools.partial(chosen, BOOLS)),
-    **dict.fromkeys(("dtype", "outdtype"), functools.partial(chosen, DTYPES)),
+    **dict.fromkeys(("cu_num", "M", "N", "K"), whole_number),
+    **dict.fromkeys(("bias", "scaleAB", "bpreshuffle"), functools.partial(one_of, BOOLS)),
+    **dict.fromkeys(("dtype", "outdtype"), functools.partial(one_of, DTYPES)),
     "libtype": lambda text: word(text).lower(),
     **dict.fromkeys(("solidx", "splitK"), solution),
     "us": time,
@@ -246,24 +246,24 @@ def to_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype:
 # what was seen
 
 
-def record(problem: Problem) -> None:
+def record(problem: GemmKey) -> None:
     """Add a product to the file that `MOE_AITER_TUNE_GEMM` names, unless it is there or none is named."""
     name = NAMES.get(settings.tune_gemm, settings.tune_gemm)
     if name is None:
         return
     path = pathlib.Path(name).expanduser()
-    seen = recorded(path)
+    seen = recorded_products(path)
     if problem not in seen:
-        append(path, [problem.cells()], UNTUNED)
+        add_rows(path, [problem.cells()], UNTUNED)
         seen.add(problem)
 
 
 @remembered
-def recorded(path: pathlib.Path) -> set[Problem]:
+def recorded_products(path: pathlib.Path) -> set[GemmKey]:
     return set(read_untuned(path)) if path.exists() and path.stat().st_size else set()
 
 
-def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[str, ...]) -> None:
+def add_rows(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[str, ...]) -> None:
     """Add rows at the end of a file, in the order of its own columns, or make one with these.
 
     Raises ValueError where the file lacks one of them that a row has.
@@ -283,7 +283,7 @@ def append(path: pathlib.Path, rows: Iterable[dict[str, str]], columns: tuple[st
         writer.writerows(rows)
 
 
-def drop(path: pathlib.Path, old: Row) -> None:
+def drop(path: pathlib.Path, old: TunedRow) -> None:
     """Take a row out of a file, which keeps its columns and its other rows."""
     with changing(path):
         rewrite(path, list(old.cells), [row.cells for row in read(path) if row != old])

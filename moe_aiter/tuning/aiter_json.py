@@ -87,7 +87,7 @@ def from_file(gmm_type: str, accumulate: bool, name: str) -> dict[str, int] | No
     path = pathlib.Path(settings.gmm_configs) / f"{name}-GMM.json"
     if not path.exists():
         return warn(f"there is no {path}")
-    keys = read(path).get(gmm_type)
+    keys = read_configs(path).get(gmm_type)
     if not keys:
         return warn(f"{path} has no {gmm_type}")
     key = "accumulate" if accumulate and "accumulate" in keys else "default"
@@ -100,7 +100,7 @@ def warn(problem: str) -> None:
 
 
 @remembered
-def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
+def read_configs(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
     """A file of configurations.  Raises ValueError, in one line, where there is a mistake."""
     try:
         configs = read_json(path)
@@ -113,7 +113,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, dict[str, int]]]:
     return configs
 
 
-def write(path: pathlib.Path, configs: dict[str, dict[str, dict[str, int]]]) -> None:
+def write_configs(path: pathlib.Path, configs: dict[str, dict[str, dict[str, int]]]) -> None:
     """Write configurations, by variant and by "default" or "accumulate", as AITER reads them."""
     check_configs(configs, "configs")
     with drafted(path) as file:

@@ -42,7 +42,7 @@ def hopper(block_n: int, num_stages: int, store_n: int, block_k: int = 64) -> Co
     return Config(128, block_n, block_k, num_stages=num_stages, store_n=store_n)
 
 
-def turns(num_stages: int, store_n: int) -> Config:
+def in_turns(num_stages: int, store_n: int) -> Config:
     return Config(128, 128, 64, num_stages=num_stages, store_n=store_n, turns=1)
 
 
@@ -58,9 +58,9 @@ HOPPER_TILES = {
     "hopper_up_plain": (hopper(256, 4, 32), hopper(256, 3, 32), hopper(128, 5, 32)),
     "hopper_gmm": (hopper(256, 3, 256), hopper(256, 4, 128), hopper(128, 6, 128)),
     "hopper_four_bit": (hopper(256, 3, 128), hopper(128, 5, 128)),
-    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), turns(6, 64)),
-    "hopper_gemm_act": (turns(6, 64), hopper(256, 4, 64), hopper(128, 6, 64), WIDE_ROWS),
-    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), turns(6, 32)),
+    "hopper_gemm": (hopper(256, 4, 128), hopper(128, 6, 128), in_turns(6, 64)),
+    "hopper_gemm_act": (in_turns(6, 64), hopper(256, 4, 64), hopper(128, 6, 64), WIDE_ROWS),
+    "hopper_gemm_full": (hopper(256, 4, 32), hopper(128, 6, 32), in_turns(6, 32)),
     "hopper_few_rows": tuple(
         few_rows(*c) for c in ((16, 128, 8), (16, 64, 8), (16, 128, 16), (16, 64, 16), (32, 64, 16))
     ),

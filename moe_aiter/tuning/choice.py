@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import bucket, gpu_table
-from .store import PROVENANCE, TABLES, Table, find_row, load, member, optional, whole, word
+from .store import PROVENANCE, TABLES, Table, find_row, load, member, optional, whole_number, word
 
 
 class ChoiceKey(NamedTuple):
@@ -40,10 +40,10 @@ CHOICES = Table(
     TABLES / "choice",
     COLUMNS,
     parsers={
-        **dict.fromkeys(("rows", "n", "k"), optional(whole)),
+        **dict.fromkeys(("rows", "n", "k"), optional(whole_number)),
         **dict.fromkeys(("layout", "epilogue"), optional(word)),
         "op": word,
-        "bits": whole,
+        "bits": whole_number,
         "backend": lambda text: member(text, ("hopper", "triton", "torch")),
     },
     entry=lambda values, _: (ChoiceKey(*map(values.get, ChoiceKey._fields)), values["backend"]),
@@ -56,7 +56,7 @@ def choose_backend(
     op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: int, k: int, otherwise: str = "torch"
 ) -> str:  # fmt: skip
     """hopper, triton or torch, for `rows` rows of all matrices on the GPU of x; `otherwise` without a row."""
-    row = find_row(CHOICES, (table_of(x.device),), case_of(op, x, layout, epilogue, rows, n, k))
+    row = find_row(CHOICES, (table_of_choices(x.device),), case_of(op, x, layout, epilogue, rows, n, k))
     return otherwise if row is None else row.value
 
 
@@ -67,9 +67,9 @@ def case_of(op: str, x: torch.Tensor, layout: str, epilogue: str, rows: int, n: 
 
 def measured(op: str, device: torch.device) -> set[str]:
     """Return the backends that were the fastest at an op in any measurement on this GPU."""
-    return {row.value for row in load(CHOICES, table_of(device)) if row.key.op == op}
+    return {row.value for row in load(CHOICES, table_of_choices(device)) if row.key.op == op}
 
 
 @functools.cache
-def table_of(device: torch.device) -> str:
+def table_of_choices(device: torch.device) -> str:
     return gpu_table(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"

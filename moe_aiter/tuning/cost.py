@@ -50,7 +50,7 @@ GPUS = {
 }
 
 
-class Epilogue(NamedTuple):
+class EpilogueCost(NamedTuple):
     """The work of a kernel after a tile's sums."""
 
     bytes: int  # read and written for each sum
@@ -58,11 +58,11 @@ class Epilogue(NamedTuple):
 
 
 EPILOGUES = {
-    "up": Epilogue(3, 24),
-    "gmm": Epilogue(2, 0),
-    "down_grad": Epilogue(10, 40),
-    "tgmm": Epilogue(2, 16),
-    "tgmm_gather": Epilogue(2, 0),
+    "up": EpilogueCost(3, 24),
+    "gmm": EpilogueCost(2, 0),
+    "down_grad": EpilogueCost(10, 40),
+    "tgmm": EpilogueCost(2, 16),
+    "tgmm_gather": EpilogueCost(2, 0),
 }
 
 
@@ -81,7 +81,7 @@ def cost(arch: str, op: str, rows: int, n: int, k: int, tile: Config) -> float:
     if op == "tgmm_gather":  # two fetches after each other, the row's number first
         ahead = max(1, math.ceil((tile.num_stages - 2) / 2))
     operands = 2 * (block_m + block_n) * block_k
-    programs = programs_at_once(gpu, epilogue, tile, operands * (ahead + (not gpu.through_registers)))
+    programs = programs_that_fit(gpu, epilogue, tile, operands * (ahead + (not gpu.through_registers)))
     if not programs:
         return math.inf
     flops = 2 * block_m * block_n * block_k
@@ -93,7 +93,7 @@ def cost(arch: str, op: str, rows: int, n: int, k: int, tile: Config) -> float:
     return tiles * (steps * step + write * (1 + ALONE / programs))
 
 
-def programs_at_once(gpu: Gpu, epilogue: Epilogue, tile: Config, shared_bytes: int) -> int:
+def programs_that_fit(gpu: Gpu, epilogue: EpilogueCost, tile: Config, shared_bytes: int) -> int:
     """Return the number of programs that fit on a multiprocessor."""
     threads = gpu.lanes * tile.num_warps
     registers = tile.block_m * tile.block_n // threads + gpu.registers_of_step + epilogue.registers

@@ -58,7 +58,7 @@ def number(text: str) -> int | float | None:
     return int(text) if text.lstrip("+-").isdecimal() and len(text) < 20 else float(text)
 
 
-def whole(text: str, least: int = 0) -> int:
+def whole_number(text: str, least: int = 0) -> int:
     """A whole number, which may be spelt as 64.0 or 1e3: that is how pandas writes one."""
     found = number(text)
     if found is None or not least <= found < 2**63 or found != int(found):

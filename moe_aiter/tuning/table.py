@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .candidates import OPS, Config, is_legal, rule
 from .cost import cheapest
-from .store import PROVENANCE, TABLES, Table, find_row, member, optional, remembered, whole
+from .store import PROVENANCE, TABLES, Table, find_row, member, optional, remembered, whole_number
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Config))
 SIZES = ("block_m", "block_n", "block_k")
@@ -38,7 +38,7 @@ def reaches(limit: int | None, value: int, near: bool) -> bool:
 
 
 @remembered
-def find(names: tuple[str, ...], key: Key) -> Config:
+def find_tile(names: tuple[str, ...], key: Key) -> Config:
     """The first row of these tables that matches, or what the rule says, or the tile that costs least.
 
     The last table is that of the architecture.
@@ -53,7 +53,7 @@ def find(names: tuple[str, ...], key: Key) -> Config:
 def at_least_1(text: str) -> int:
     if text in ("", "0"):
         raise ValueError(f"{text!r}; it must be at least 1")
-    return whole(text)
+    return whole_number(text)
 
 
 def entry(values: dict, where: str) -> tuple[Key, Config]:
@@ -68,7 +68,7 @@ TILES = Table(
     TABLES,
     columns=(*Key._fields, *FIELDS, "us", "default_us", *PROVENANCE),
     parsers={
-        **dict.fromkeys((*Key._fields, *FIELDS), optional(whole)),
+        **dict.fromkeys((*Key._fields, *FIELDS), optional(whole_number)),
         **dict.fromkeys(("bits", *SIZES), at_least_1),
         "op": lambda text: member(text, OPS, "known:"),
     },

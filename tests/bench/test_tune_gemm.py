@@ -16,7 +16,7 @@ from moe_aiter.config import interpret
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.dense.gemm import bind_gemm
 from moe_aiter.kernels.dense.tuned_gemm import named_tile, tile_option, tuned_gemm
-from moe_aiter.tuning.aiter_csv import UNTUNED, Problem, append, read, this_device
+from moe_aiter.tuning.aiter_csv import UNTUNED, GemmKey, add_rows, read, this_device
 from moe_aiter.tuning.candidates import candidates
 
 files = pytest.fixture(tuned_files)
@@ -36,8 +36,8 @@ def test_sizes_become_rows_that_are_followed(tmp_path, capsys, files, caplog):
     path = tmp_path / "tuned.csv"
     assert run("5x16x32", "8x16x32", "--out", path, "--commit", "abc") == 0
     found = rows(path)
-    assert list(found) == [Problem(M, 16, 32, False, BF16, BF16) for M in (5, 8)]
-    one = found[Problem(5, 16, 32, False, BF16, BF16)]
+    assert list(found) == [GemmKey(M, 16, 32, False, BF16, BF16) for M in (5, 8)]
+    one = found[GemmKey(5, 16, 32, False, BF16, BF16)]
     assert one.device == this_device(CPU) and one.us > 0 and 0 < float(one.cells["err_ratio"]) < 1e-2
     assert all(
         word in one.cells["provenance"] for word in ("date 20", "commit abc", f"torch {torch.__version__}")
@@ -80,9 +80,9 @@ def test_a_row_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, capsys)
 
 def test_sizes_that_were_noted_in_training(tmp_path):
     noted, path = tmp_path / "untuned.csv", tmp_path / "tuned.csv"
-    problems = [Problem(3, 16, 32, True, F32, F32), Problem(4, 16, 32, False, BF16, F32)]
-    skipped = [Problem(4, 16, 32, False, BF16, BF16, True), Problem(4, 16, 32, False, torch.int8, BF16)]
-    append(noted, [p.cells() for p in problems + skipped], UNTUNED)
+    problems = [GemmKey(3, 16, 32, True, F32, F32), GemmKey(4, 16, 32, False, BF16, F32)]
+    skipped = [GemmKey(4, 16, 32, False, BF16, BF16, True), GemmKey(4, 16, 32, False, torch.int8, BF16)]
+    add_rows(noted, [p.cells() for p in problems + skipped], UNTUNED)
     assert run("--untuned", noted, "--out", path) == 0
     assert list(rows(path)) == problems
 
@@ -156,7 +156,7 @@ def test_a_model_s_sizes_that_are_no_numbers_are_refused(change, message, tmp_pa
 
 
 def test_what_is_wrong_is_left_out_and_fails_the_command(tmp_path, monkeypatch, capsys):
-    problem = Problem(5, 16, 32, False, BF16, BF16)
+    problem = GemmKey(5, 16, 32, False, BF16, BF16)
     good = tune_gemm.implementations
 
     def also_wrong(problem, x, weight, bias):
@@ -188,7 +188,7 @@ def test_a_row_s_tile_is_the_one_that_runs():
 
 @pytest.mark.skipif(interpret, reason="the interpreter has one tile")
 def test_on_a_cpu_torch_is_alone():
-    problem = Problem(5, 16, 32, False, BF16, BF16)
+    problem = GemmKey(5, 16, 32, False, BF16, BF16)
     found = implementations(problem, torch.randn(5, 32).bfloat16(), torch.randn(16, 32).bfloat16(), None)
     assert [(one.libtype, one.kernel) for one in found] == [("torch", "")]
 

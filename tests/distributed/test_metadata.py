@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hostile import pickles
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from moe_aiter.distributed.metadata import DTYPES, METADATA, overlap, read_metadata
+from moe_aiter.distributed.metadata import DTYPES, METADATA, chunks_overlap, read_metadata
 
 MODULE = "torch.distributed.checkpoint.metadata"
 
@@ -197,6 +197,6 @@ def test_chunks_overlap_only_if_they_share_an_element():
         for offsets, sizes in drawn:
             counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
         chunks = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in drawn]
-        assert overlap(chunks) == bool((counts > 1).any())
-        seen.add(overlap(chunks))
+        assert chunks_overlap(chunks) == bool((counts > 1).any())
+        seen.add(chunks_overlap(chunks))
     assert seen == {True, False}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moe_aiter.layers.attention import Call, attention, attention_backend, fitted, is_aligned
+from moe_aiter.layers.attention import Call, attention, attention_backend, fitted, has_aligned_rows
 
 from ..check import with_gradients
 
@@ -97,10 +97,10 @@ def test_only_what_torchs_kernels_cannot_be_given_is_copied():
     shared = wide[:, :1].expand(2, 4, 33, 80)
     for plain in (wide[..., :64], wide[..., 8:72], wide.transpose(1, 2)[..., :16], shared):
         same = call(plain, plain, plain)
-        assert fitted(same) is same and is_aligned(plain)
+        assert fitted(same) is same and has_aligned_rows(plain)
     uneven = torch.randn(2, 4, 64, 33, device="cuda", dtype=BF16).mT
     for odd in (wide[..., 4:68], uneven, torch.randn(2, 4, 33, 68, device="cuda", dtype=BF16)[..., :64]):
-        assert not is_aligned(odd) and is_aligned(fitted(call(odd, odd, odd)).v)
+        assert not has_aligned_rows(odd) and has_aligned_rows(fitted(call(odd, odd, odd)).v)
     narrow = fitted(call(wide[..., :8], wide[..., :8], wide[..., 3:7]))
     assert [t.shape[3] for t in narrow[:3]] == [16, 16, 16] and not narrow.v[..., 4:].any()
 

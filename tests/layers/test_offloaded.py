@@ -21,7 +21,7 @@ from moe_aiter import (
     quantize,
 )
 from moe_aiter.config import interpret
-from moe_aiter.layers.offloaded import KINDS, Pool, layers_of
+from moe_aiter.layers.offloaded import KINDS, WeightPool, layers_to_offload
 from moe_aiter.private_api import top_hooks
 
 if interpret:
@@ -92,7 +92,7 @@ def pool_of(model):
 
 def copies(monkeypatch):
     """The numbers of the layers whose weights are copied, in their order."""
-    seen, fill = [], Pool.fill
+    seen, fill = [], WeightPool.fill
 
     def watched(pool, layer):
         before = {slot: list(slot.states) for slot in pool.slots if slot.layer is layer}
@@ -101,7 +101,7 @@ def copies(monkeypatch):
             seen.append(layer.index)
         return slot
 
-    monkeypatch.setattr(Pool, "fill", watched)
+    monkeypatch.setattr(WeightPool, "fill", watched)
     return seen
 
 
@@ -428,7 +428,7 @@ def test_an_error_in_a_layer_leaves_its_weights_in_place(device):
 
 def test_places_do_not_overlap():
     model = frozen(torch.device("cpu"), "nf4")
-    (layer, *_) = layers_of(model)
+    (layer, *_) = layers_to_offload(model)
     data = torch.zeros(layer.size, dtype=torch.uint8)
     for place in layer.places:
         view = place.view(data)

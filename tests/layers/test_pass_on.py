@@ -15,7 +15,7 @@ H, WIDTH, E, K, T = 16, 12, 6, 2, 13
 @pytest.fixture
 def added(monkeypatch):
     """Whether each product of a backward pass was added to a gradient."""
-    found, product = [], router.add_product
+    found, product = [], router.add_logits_product
 
     def watched(out, *rest):
         before = None if out is None else out.data_ptr()
@@ -23,7 +23,7 @@ def added(monkeypatch):
         found.append(out is not None and dx.data_ptr() == before)
         return dx
 
-    monkeypatch.setattr(router, "add_product", watched)
+    monkeypatch.setattr(router, "add_logits_product", watched)
     return found
 
 

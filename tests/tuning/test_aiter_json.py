@@ -9,7 +9,7 @@ from aot import TARGETS, compiling_for
 
 from moe_aiter.config import interpret, settings
 from moe_aiter.tuning import aiter_json
-from moe_aiter.tuning.aiter_json import get_config, tile_of, write
+from moe_aiter.tuning.aiter_json import get_config, tile_of, write_configs
 
 BLOCKS = {"BLOCK_SIZE_M", "BLOCK_SIZE_K", "BLOCK_SIZE_N", "GROUP_SIZE", "num_warps", "num_stages"}
 SEED = """{
@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there(folder, caplog):
 
 def test_what_is_written_is_read(folder):
     configs = {"ptgmm": {"accumulate": {"BLOCK_SIZE_K": 32}, "default": get_config("ptgmm", 9, 9, 9, 9)}}
-    write(folder / f"{aiter_json.arch()}-GMM.json", configs)
+    write_configs(folder / f"{aiter_json.arch()}-GMM.json", configs)
     assert get_config("ptgmm", 9, 9, 9, 9) == configs["ptgmm"]["default"]
     assert get_config("ptgmm", 9, 9, 9, 9, True)["BLOCK_SIZE_K"] == 32
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_aiter.tuning.candidates import HOPPER_TILES, OF_EXPERTS, Config, candidates, rule
 from moe_aiter.tuning.cost import EPILOGUES, GPUS, cheapest, cost
-from moe_aiter.tuning.table import FIELDS, Key, find
+from moe_aiter.tuning.table import FIELDS, Key, find_tile
 
 TIMES = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "tiles.csv"
 SIZES = 1, 16, 100, 2048, 2880, 16384
@@ -69,10 +69,12 @@ def test_few_rows_have_small_tiles():
 
 
 def test_a_row_of_a_table_comes_first():
-    assert find(("sm90",), Key("up", 16, 8, 4096, 4096)) == Config(16, 64, 128, 1, 4, 4)  # measured
+    assert find_tile(("sm90",), Key("up", 16, 8, 4096, 4096)) == Config(16, 64, 128, 1, 4, 4)  # measured
     for arch in GPUS:
-        assert find((arch,), Key("up", 16, 2048, 4096, 2048)) == cheapest(arch, "up", 16, 2048, 4096, 2048)
-        assert find((arch,), Key("up", 32, 2048, 4096, 2048)) == Config(32, 64, 32, 8, 8, 2)
+        assert find_tile((arch,), Key("up", 16, 2048, 4096, 2048)) == cheapest(
+            arch, "up", 16, 2048, 4096, 2048
+        )
+        assert find_tile((arch,), Key("up", 32, 2048, 4096, 2048)) == Config(32, 64, 32, 8, 8, 2)
 
 
 def test_what_has_no_cost():

@@ -20,7 +20,7 @@ from moe_aiter.tuning.candidates import (
     rule,
 )
 from moe_aiter.tuning.store import cache_clear, load
-from moe_aiter.tuning.table import TILES, Key, find
+from moe_aiter.tuning.table import TILES, Key, find_tile
 
 HEAD = "op,bits,rows,n,k,block_m,block_n,block_k,group_m,num_warps,num_stages,store_n\n"
 WIDE = "128,256,64,1,8,3,0"
@@ -69,15 +69,15 @@ def test_the_gpu_speaks_before_its_architecture_and_that_before_the_rule(folder)
     for name, stages in (("h200", 3), ("sm90", 4)):
         (folder / f"{name}.csv").write_text(f"{HEAD}gmm,16,,4096,,128,256,64,1,8,{stages},0\n")
     names = "h200", "sm90"
-    assert find(names, KEY).num_stages == 3
-    assert find(names[1:], KEY).num_stages == 4
-    assert find(("none", "sm90"), KEY).num_stages == 4
+    assert find_tile(names, KEY).num_stages == 3
+    assert find_tile(names[1:], KEY).num_stages == 4
+    assert find_tile(("none", "sm90"), KEY).num_stages == 4
     with pytest.raises(LookupError, match=r"no row of h200 or sm90 matches .*n=8"):
-        find(names, KEY._replace(op="masked", n=8))
+        find_tile(names, KEY._replace(op="masked", n=8))
     hopper = KEY._replace(op="hopper_gmm")
-    assert find(names, hopper) == rule("hopper_gmm", hopper.n, hopper.k)
+    assert find_tile(names, hopper) == rule("hopper_gmm", hopper.n, hopper.k)
     few = Key("hopper_up", 16, 128, 2048, 4096)  # rows of a group count as well
-    assert find(names, few) == rule("hopper_up", 2048, 4096, 128) != rule("hopper_up", 2048, 4096)
+    assert find_tile(names, few) == rule("hopper_up", 2048, 4096, 128) != rule("hopper_up", 2048, 4096)
 
 
 def test_the_rule():
@@ -185,7 +185,7 @@ def test_what_was_written_is_looked_up_at_once(folder):
     first, second = candidates("gmm")[:2]
     for config in (first, second):
         TILES.write(folder / "h200.csv", [cells(config=config)])
-        assert find(("h200",), KEY) == config
+        assert find_tile(("h200",), KEY) == config
 
 
 def test_a_table_with_other_columns_stays_as_it_is(tmp_path):

@@ -36,7 +36,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(input, approximate=approximate)
 
 
-def fill(module: nn.Module) -> None:
+def fill_as_aiter(module: nn.Module) -> None:
     """Initialise as AITER's guide does, without a scale for the weight."""
     nn.init.normal_(module.weight)
     if module.bias is not None:
@@ -61,7 +61,7 @@ class AITERConv2d(nn.Conv2d):
         options = {"dilation": dilation, "groups": groups, "bias": bias, "device": device, "dtype": dtype}
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, **options)
 
-    reset_parameters = fill
+    reset_parameters = fill_as_aiter
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H', W')."""
@@ -83,7 +83,7 @@ class AITERLinear(nn.Linear):
         check_parameter_dtype(dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
 
-    reset_parameters = fill
+    reset_parameters = fill_as_aiter
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""

@@ -7,7 +7,7 @@ from ...kernels.base.check import check_sizes, checked, renamed
 from ...kernels.base.shuffle import unshuffle_weight
 from ...kernels.dense.tuned_gemm import tuned_config, tuned_gemm
 from ...switches import computed, keeps_dtypes
-from ...tuning.aiter_csv import Problem, find, to_dtype
+from ...tuning.aiter_csv import GemmKey, find_tuned, to_dtype
 from .ops.gemm_op_a8w8 import gemm_a8w8
 
 __all__ = ["TunedGemm", "gemm_a8w8", "gemm_a16w16", "get_GEMM_A16W16_config", "tgemm"]
@@ -55,10 +55,11 @@ def get_GEMM_A16W16_config(
         if flag not in (0, 1):
             raise ValueError(f"{name} must be True or False, 1 or 0, not {flag}")
     dtypes = to_dtype("dtype", dtype), to_dtype("otype", otype)
-    return tuned_config(Problem(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
+    return tuned_config(GemmKey(M, N, K, bool(bias), *dtypes, bool(scaleAB), bool(bpreshuffle)))
 
 
-get_GEMM_A16W16_config.cache_info, get_GEMM_A16W16_config.cache_clear = find.cache_info, find.cache_clear
+get_GEMM_A16W16_config.cache_info = find_tuned.cache_info
+get_GEMM_A16W16_config.cache_clear = find_tuned.cache_clear
 
 
 class TunedGemm:

@@ -34,13 +34,13 @@ def bmm_fp8(
         check_tensor("out", out)
         if out.dtype != dtype:
             raise ValueError(f"dtype is {dtype} but out is {out.dtype}")
-    check_operands(A, B)
+    check_fp8_operands(A, B)
     check_device(A=A, B=B, out=out)
-    check_scales(A, A_scale=A_scale, B_scale=B_scale)
+    check_one_number(A, A_scale=A_scale, B_scale=B_scale)
     return scaled_bmm(A, B, A_scale, B_scale, out_dtype=dtype, out=out)
 
 
-def check_operands(A: Tensor, B: Tensor) -> None:
+def check_fp8_operands(A: Tensor, B: Tensor) -> None:
     for name, x in (("A", A), ("B", B)):
         if not isinstance(x, Tensor) or x.dtype not in FP8:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -48,7 +48,7 @@ def check_operands(A: Tensor, B: Tensor) -> None:
     check_axes(A=(A, "b, m, k"), B=(B, "b, k, n"))
 
 
-def check_scales(A: Tensor, **scales: Tensor | float) -> None:
+def check_one_number(A: Tensor, **scales: Tensor | float) -> None:
     """Raise unless every scale is one number, as FlashInfer reads the first of whatever it is given."""
     for name, scale in scales.items():
         if isinstance(scale, Tensor) and (scale.dtype != torch.float32 or scale.numel() != 1):

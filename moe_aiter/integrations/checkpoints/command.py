@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "layout to write, hub for vLLM and SGLang [the one that the source does not have]"
     parser.add_argument("--to", choices=LAYOUTS, help=text)
     text = "maximum size of a file [5GB]; a larger tensor gets a separate file"
-    parser.add_argument("--shard-size", type=size, default=SHARD, metavar="SIZE", help=text)
+    parser.add_argument("--shard-size", type=shard_size, default=SHARD, metavar="SIZE", help=text)
     text = "do not compare the outputs of the converted layers with the source"
     parser.add_argument("--no-check", action="store_true", help=text)
     text = "turn a dense Llama, Mistral or Qwen3 into an MoE whose experts are copies of each MLP"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=seed, help="random seed for noise and router [0]")
 
 
-def size(text: str) -> int:
+def shard_size(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)([KMG]B)?", text.upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
@@ -62,14 +62,14 @@ def seed(text: str) -> int:
 
 def main(args: argparse.Namespace) -> int:
     try:
-        print_report(args.target, run(args))
+        print_report(args.target, run_conversion(args))
     except (CheckpointError, ImportError) as error:
         print(f"moe-aiter convert: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def run(args: argparse.Namespace) -> Report:
+def run_conversion(args: argparse.Namespace) -> Report:
     options = {name: getattr(args, name) for name in ("noise", "router_std", "seed")}
     options = {name: value for name, value in options.items() if value is not None}
     common = {"shard_bytes": args.shard_size, "check": not args.no_check}

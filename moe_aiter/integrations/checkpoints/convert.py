@@ -68,7 +68,7 @@ def convert(
         formula = Formula(plan.family, plan.fused, settings, plan.reader(theirs, layer))
         return difference(moe, formula), tolerance(moe.experts.down.dtype)
 
-    return write(found, target, plan, compare if check else None, shard_bytes, progress)
+    return write_converted(found, target, plan, compare if check else None, shard_bytes, progress)
 
 
 def read_moe(checkpoint: Checkpoint, layer: str, plan: Plan) -> MoE:
@@ -78,7 +78,7 @@ def read_moe(checkpoint: Checkpoint, layer: str, plan: Plan) -> MoE:
     return moe.eval()
 
 
-def write(
+def write_converted(
     source: Checkpoint, target: Path, plan: Plan,
     compare: Callable[[Checkpoint, str], tuple[float, float]] | None, shard_bytes: int,
     progress: Progress | None,

@@ -112,7 +112,7 @@ class Piece(NamedTuple):
     tensors: tuple[Part, ...]
 
 
-class Shared(NamedTuple):
+class SharedMlp(NamedTuple):
     """The shared expert of a family: a dense MLP in the block."""
 
     name: str  # of the module
@@ -146,7 +146,7 @@ class Family:
     renormalizes: bool | None = None  # where the configuration does not say; None: it has no say
     scale: float | None = None  # of the routing weights, where the configuration does not say
     groups: tuple[int, int] | None = None  # how many there are, and are chosen
-    shared: Shared | None = None
+    shared: SharedMlp | None = None
     latent: tuple[str, str] | None = None  # the projections around experts that act on latent vectors
     zero_experts: int = 0  # identity experts, where the configuration does not say; 0: it has no say
     layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
@@ -341,12 +341,12 @@ DEEPSEEK = {  # what GLM and Nemotron took from it
 }  # fmt: skip
 MIXTRAL = {"blocks": ("block_sparse_moe", OURS), "matrices": ("w1", "w3", "w2")}
 QWEN_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
-QWEN2_SHARED = Shared(
+QWEN2_SHARED = SharedMlp(
     "shared_expert", "shared_expert_intermediate_size", 5632, counts=False, gate="shared_expert_gate"
 )
 QWEN_SHARED = QWEN2_SHARED._replace(default=512)
-DEEPSEEK_SHARED = Shared("shared_experts", "n_shared_experts", 1)
-NEMOTRON_SHARED = Shared("shared_experts", "moe_shared_expert_intermediate_size", 7688, counts=False)
+DEEPSEEK_SHARED = SharedMlp("shared_experts", "n_shared_experts", 1)
+NEMOTRON_SHARED = SharedMlp("shared_experts", "moe_shared_expert_intermediate_size", 7688, counts=False)
 QWEN3_5 = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeForCausalLM", EXPERTS,
     "moe_intermediate_size", shared=QWEN_SHARED,
@@ -400,7 +400,7 @@ FAMILIES = {
             "ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeForCausalLM",
             ("moe_num_experts", *EXPERTS), "moe_intermediate_size", top_k=("moe_k", "num_experts_per_tok"),
             correction=tuple(f"{name}moe_statics.e_score_correction_bias" for name in ("", "gate.")),
-            correction_shape=(1,), shared=Shared("shared_experts", "moe_num_shared_experts", 2),
+            correction_shape=(1,), shared=SharedMlp("shared_experts", "moe_num_shared_experts", 2),
             layers={"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
             only={"use_bias": False, "moe_norm_min": 1e-12},
         ),

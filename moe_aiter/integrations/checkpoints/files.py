@@ -83,7 +83,7 @@ class Checkpoint:
         """The files, and what the index says that each holds."""
         if (self.folder / INDEX).exists():
             files: dict[str, set[str] | None] = {}
-            weight_map = read_json(self.folder / INDEX).get("weight_map")
+            weight_map = read_json_object(self.folder / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not all(is_name(file) for file in weight_map.values()):
                 raise CheckpointError(f"{self.folder / INDEX}", ["it has no weight_map of names to files"])
             for key, file in weight_map.items():
@@ -148,7 +148,7 @@ def refuse_links(folder: Path) -> None:
         raise CheckpointError(f"{folder}", problems)
 
 
-class Output(NamedTuple):
+class NewTensor(NamedTuple):
     """A tensor to write: its pieces are made one after the other, in the order of its memory."""
 
     name: str
@@ -157,13 +157,13 @@ class Output(NamedTuple):
 
 
 def write_checkpoint(
-    folder: Path, outputs: Iterable[Output], config: dict, limit: int, advance: Callable[[int], None]
+    folder: Path, outputs: Iterable[NewTensor], config: dict, limit: int, advance: Callable[[int], None]
 ) -> list[str]:
     """Write config.json, and `outputs` in files of at most `limit` bytes of tensors, or of a single tensor.
 
     Returns the files' names.  `advance` is told of each number of bytes.
     """
-    shards = split(sorted(outputs, key=natural), limit)
+    shards = split_shards(sorted(outputs, key=natural), limit)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [SINGLE] if len(shards) == 1 else names
     weight_map = {}
@@ -179,13 +179,13 @@ def write_checkpoint(
     return names
 
 
-def natural(output: Output) -> list:
+def natural(output: NewTensor) -> list:
     """Layer 2 before layer 10."""
     fields = re.split(r"([0-9]{1,18})", output.name)  # every second one is a number
     return [(0, int(p), "") if i % 2 else (1, 0, p) for i, p in enumerate(fields)]
 
 
-def split(outputs: list[Output], limit: int) -> list[list[Output]]:
+def split_shards(outputs: list[NewTensor], limit: int) -> list[list[NewTensor]]:
     shards, size = [[]], 0
     for output in outputs:
         if shards[-1] and size + output.spec.bytes > limit:
@@ -196,7 +196,7 @@ def split(outputs: list[Output], limit: int) -> list[list[Output]]:
     return shards
 
 
-def write_shard(path: Path, outputs: list[Output], advance: Callable[[int], None]) -> None:
+def write_shard(path: Path, outputs: list[NewTensor], advance: Callable[[int], None]) -> None:
     header, end = {"__metadata__": {"format": "pt"}}, 0
     outputs = sorted(outputs, key=lambda output: -BYTES[output.spec.dtype])  # then all of them are aligned
     for name, spec, _ in outputs:
@@ -237,10 +237,10 @@ def read_config(folder: Path) -> dict:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}", ["there is no such folder"])
     refuse_links(folder)
-    return read_json(folder / "config.json")
+    return read_json_object(folder / "config.json")
 
 
-def read_json(path: Path) -> dict:
+def read_json_object(path: Path) -> dict:
     try:
         found = parse_json(path)
     except FileNotFoundError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...layers.moe import MoE
 from .families import MOST, OURS, Family, Part, family_of, from_json, to_json
-from .files import Checkpoint, CheckpointError, Output, Spec
+from .files import Checkpoint, CheckpointError, NewTensor, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
 BLOCK = r"(?:mlp|block_sparse_moe|mixer)\..+"
@@ -29,7 +29,7 @@ ADVICE = "save it dequantised, in bfloat16 say, and convert that"
 class Plan(NamedTuple):
     """A conversion: the tensors to write, and what both sides are."""
 
-    outputs: list[Output]
+    outputs: list[NewTensor]
     config: dict  # of the target
     family: Family
     fused: bool  # whether theirs are
@@ -73,9 +73,9 @@ def plan_to_ours(source: Checkpoint) -> Plan:
             for piece in pieces:
                 dtype = specs[block + piece.tensors[0].name].dtype
                 made = [read for part in piece.tensors for read in reads(source, block + part.name, part)]
-                outputs.append(Output(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
+                outputs.append(NewTensor(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
     check_rest(source, used, problems)
-    config = config | record(family, fused, layers, kwargs)
+    config = config | new_record(family, fused, layers, kwargs)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
 
@@ -102,7 +102,7 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
                 dtype = specs[block + piece.name].dtype
                 for part in piece.tensors:
                     made = tuple(reads(source, block + piece.name, part, part.place))
-                    outputs.append(Output(theirs + part.name, Spec(dtype, part.shape), made))
+                    outputs.append(NewTensor(theirs + part.name, Spec(dtype, part.shape), made))
     check_rest(source, used, problems)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
@@ -115,7 +115,7 @@ def check_kwargs(kwargs: dict, problems: list[str]) -> None:
         problems.append(f"config.json: {error}")
 
 
-def record(family: Family, fused: bool, layers: list[str], kwargs: dict) -> dict:
+def new_record(family: Family, fused: bool, layers: list[str], kwargs: dict) -> dict:
     """Return the entry of config.json that `read_record` reads."""
     moe = to_json(kwargs)
     return {RECORD: {"version": 1, "family": family.name, "fused": fused, "layers": layers, "moe": moe}}
@@ -204,7 +204,7 @@ def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) 
     problems = problems + [f"{key} would be written twice" for key in rest if key in written]
     if problems:
         raise CheckpointError(f"{source.folder}", problems)
-    outputs = plan.outputs + [Output(key, source.specs[key], (partial(source.read, key),)) for key in rest]
+    outputs = plan.outputs + [NewTensor(key, source.specs[key], (partial(source.read, key),)) for key in rest]
     return plan._replace(outputs=outputs, converted=len(used), copied=len(rest))
 
 

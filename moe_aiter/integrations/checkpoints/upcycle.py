@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...kernels.base.check import check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
-from .convert import LAYOUTS, SHARD, Progress, Report, read_moe, write
+from .convert import LAYOUTS, SHARD, Progress, Report, read_moe, write_converted
 from .families import FAMILIES, OURS, Family, Part
-from .files import Checkpoint, CheckpointError, Output, Spec, check_target
+from .files import Checkpoint, CheckpointError, NewTensor, Spec, check_target
 from .formula import TOKENS, mlp, relative, tolerance
-from .plan import Plan, check_block, check_kwargs, finish, record
+from .plan import Plan, check_block, check_kwargs, finish, new_record
 
 MATRICES = "gate_proj", "up_proj", "down_proj"
 # dense model_type: the family it becomes, and what transformers assumes of the dense model where its
@@ -77,7 +77,7 @@ def upcycle(
             distance = relative(moe(x), mlp(found.config, x.float(), *weights))
         return distance, math.inf if noise else tolerance(x.dtype)
 
-    return write(found, target, plan, compare if check else None, shard_bytes, progress)
+    return write_converted(found, target, plan, compare if check else None, shard_bytes, progress)
 
 
 def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, grow: partial) -> Plan:
@@ -103,10 +103,10 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
         for piece in pieces:
             made = [partial(grow, layer, family, part) for part in piece.tensors]
             if to == "moe_aiter":
-                outputs.append(Output(f"{layer}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
+                outputs.append(NewTensor(f"{layer}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
             else:
                 outputs += [
-                    Output(f"{block}.{part.name}", Spec(dtype, part.shape), (make,))
+                    NewTensor(f"{block}.{part.name}", Spec(dtype, part.shape), (make,))
                     for part, make in zip(piece.tensors, made, strict=True)
                 ]
     dense_keys = re.compile(
@@ -116,7 +116,7 @@ def plan_to_experts(source: Checkpoint, num_experts: int, top_k: int, to: str, g
     rest = (key for key in source.specs if key not in used and not dense_keys.fullmatch(key))
     problems += [f"{key} is unknown to {family.name}" for key in rest]
     if to == "moe_aiter":
-        config = config | record(family, False, layers, kwargs)
+        config = config | new_record(family, False, layers, kwargs)
     return finish(source, problems, Plan(outputs, config, family, False, kwargs, layers), used)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ... import tuning
 from ...config import interpret
-from ...switches import matmul
+from ...switches import float32_precision
 from ...tuning.aiter_json import AMD_OPTIONS, TILE
 from .launch import Descriptor, cdiv, next_power_of_2, num_programs, tl, triton
 
@@ -262,7 +262,7 @@ def tile_options(config: tuning.Config, amd: tuple[int, ...] = ()) -> dict:
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "NUM_DIES": num_dies(),
-        "PRECISION": matmul(),
+        "PRECISION": float32_precision(),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import tuning
 from ...op import binds, copy_into, define_op, gradients, takes
 from ...private_api import addmm_activation
-from ...switches import MATMUL, matmul
+from ...switches import MATMUL, float32_precision
 from .. import hopper
 from ..base.activations import FUNCTIONS
 from ..base.check import (
@@ -53,7 +53,7 @@ from ..base.tile import TILE_DTYPES, in_units, multiply, swizzle, tile_options, 
 def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
     """Give torch's float32 products on a GPU the precision of our kernels inside the block."""
     on_gpu = x.is_cuda and x.dtype == torch.float32
-    return MATMUL.set(matmul()) if on_gpu else contextlib.nullcontext()
+    return MATMUL.set(float32_precision()) if on_gpu else contextlib.nullcontext()
 
 
 # reference, and the fastest way to it in torch

@@ -33,7 +33,7 @@ from ...op import (
     runs,
 )
 from ...private_api import any_autocast
-from ...tuning.aiter_csv import Problem, Row, current_device, find, record, this_device
+from ...tuning.aiter_csv import GemmKey, TunedRow, current_device, find_tuned, record, this_device
 from ...tuning.candidates import Config, candidates
 from ...tuning.choice import choose_backend
 from ...tuning.store import remembered
@@ -71,13 +71,13 @@ TILED = ("gemm", "gemm_row", "hopper_gemm", "hopper_few_rows")
 DEFAULT = {"solidx": 0, "splitK": 0, "kernelName": ""}  # beside the libtype, where there is no row
 
 
-def choose(problem: Problem, i: GemmInputs) -> str:
+def choose_product(problem: GemmKey, i: GemmInputs) -> str:
     """Return what computes a product: torch, triton or hopper, maybe with "/" and a tile."""
     device = i.x.device
-    row = find(problem, this_device(device)) if forced() == "auto" else None
+    row = find_tuned(problem, this_device(device)) if forced() == "auto" else None
     record(problem)
     if row is not None:
-        backend = backend_of(row.libtype, i) + tile_of(row)
+        backend = backend_of(row.libtype, i) + tile_suffix(row)
     elif problem.shuffled:  # only a file's row can say that a copy in the usual order is faster
         backend = "triton" if forced() != "torch" and is_here("triton", i) else "torch"
     else:
@@ -85,7 +85,7 @@ def choose(problem: Problem, i: GemmInputs) -> str:
         backend = next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
     if settings.log_tuned_config:
         said = "no row" if row is None else f"the row of M={row.problem.M} says {row.libtype}"
-        log.info("%s on %s: %s, %s multiplies", words(problem), device, said, backend)
+        log.info("%s on %s: %s, %s multiplies", described(problem), device, said, backend)
     return backend
 
 
@@ -98,7 +98,7 @@ def backend_of(libtype: str, i: GemmInputs) -> str:
     return backend
 
 
-def tile_of(row: Row) -> str:
+def tile_suffix(row: TunedRow) -> str:
     """The tile that a row of ours names, or nothing."""
     name = row.cells.get("kernelName", "")
     return f"/{name}" if any(named_tile(op, name) for op in TILED) else ""
@@ -129,21 +129,21 @@ def note(libtype: str, backend: str) -> None:
     log.warning("tuned products of %s are computed by %s here", libtype, backend)
 
 
-def words(problem: Problem) -> str:
+def described(problem: GemmKey) -> str:
     M, N, K = problem[:3]
     flags = [name for name in ("bias", "scaled", "shuffled") if getattr(problem, name)]
     return ", ".join([f"M={M}, N={N}, K={K}", f"{problem.dtype} -> {problem.out_dtype}", *flags])
 
 
-def tuned_config(problem: Problem) -> dict:
+def tuned_config(problem: GemmKey) -> dict:
     """The cells of this device's row for a product, or the `libtype` that it gets without one; a dict of the
     caller's own."""
     device = current_device()
-    row = find(problem, this_device(device))
+    row = find_tuned(problem, this_device(device))
     return {"libtype": usual(problem, device), **DEFAULT} if row is None else row.config()
 
 
-def usual(problem: Problem, device: torch.device) -> str:
+def usual(problem: GemmKey, device: torch.device) -> str:
     """Return the backend for products without a row in the files."""
     if device.type == "cpu" or torch.float64 in (problem.dtype, problem.out_dtype):
         return "torch"
@@ -183,11 +183,11 @@ class TunedInputs(NamedTuple):
 
 
 def new_tuned_gemm(i: TunedInputs) -> Tensor:
-    check_product(i.x, i.weight, i.bias)
+    check_linear_product(i.x, i.weight, i.bias)
     return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=i.dtype)
 
 
-def check_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_shape("weight", weight, "N", "K")
     N, K = weight.shape
     check_size("x is (..., K={})", x.shape[-1], "weight is (N, K={})", K)
@@ -210,7 +210,7 @@ def bind_tuned_gemm(i: TunedInputs) -> Callable:
     inputs, backend = gemm_inputs(i.x, i.weight, i.bias, i.dtype), i.backend
     if not backend:
         said = i.x.dtype, i.scaled or i.dtype, i.scaled is not None
-        backend = choose(Problem(i.x.shape[0], *i.weight.shape, i.bias is not None, *said), inputs)
+        backend = choose_product(GemmKey(i.x.shape[0], *i.weight.shape, i.bias is not None, *said), inputs)
     backend, _, tile = backend.partition("/")
     impl = IMPLS["gemm"][backend]
     if not runs(impl, inputs):  # of other strides than when it was chosen
@@ -273,7 +273,7 @@ def tuned_gemm(
     Source: AITER's `tuned_gemm.gemm_a16w16`.
     """
     if isinstance(x, Tensor) and x.dtype in EIGHT_BITS:
-        return of_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
+        return multiply_8_bits(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     if x_scale is not None or w_scale is not None or out_scale is not None:
         return scaled_product(x, weight, bias, out_dtype, (x_scale, w_scale, out_scale), is_shuffled)
     return product_of(x, weight, bias, out_dtype, is_shuffled)
@@ -297,7 +297,7 @@ def product_of(
         weight, is_shuffled = usual_order(weight), False
     x, weight, bias = cast_as_linear(x, weight, bias)
     if torch.compiler.is_compiling():
-        return compiled(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
+        return traced(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
     key = (
         type(x), x.shape, x.dtype, x.device, type(weight), weight.shape, weight.dtype, weight.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device), dtype, is_shuffled, scaled,
@@ -335,16 +335,16 @@ def choice_for(
             kinds = f"{type(x).__name__} and {type(weight).__name__}"
             raise NotSupportedError(f"a product of {kinds} is torch's own: neither scaled, shuffled nor cast")
         return TORCHS_OWN
-    check_product(x, weight, bias)
+    check_linear_product(x, weight, bias)
     dtype = dtype or x.dtype
     if dtype not in FLOATS:
         raise TypeError(f"out_dtype must be a floating dtype, not {dtype}")
     rows = as_matrix(x)
     out_dtype = scaled or dtype
-    problem = Problem(
+    problem = GemmKey(
         rows.shape[0], *weight.shape, bias is not None, x.dtype, out_dtype, scaled is not None, is_shuffled
     )
-    backend = choose(problem, gemm_inputs(rows, weight, bias, dtype))
+    backend = choose_product(problem, gemm_inputs(rows, weight, bias, dtype))
     if is_shuffled:  # the kernel for shuffled weights rounds to their dtype
         return backend.partition("/")[0] if own else "torch"
     return TORCHS_OWN if backend == "torch" and own else backend
@@ -362,7 +362,7 @@ def by_op(x, weight, bias, dtype, scaled: torch.dtype | None, backend: str) -> T
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
-def compiled(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
+def traced(x, weight, bias, dtype, scaled: torch.dtype | None) -> Tensor:
     """The function that torch.compile traces: torch's product, or an op that reads the files and logs."""
     own = dtype in (None, x.dtype) and (bias is None or bias.dtype == x.dtype)
     asks = settings.config_gemm_bf16 or settings.tune_gemm or settings.log_tuned_config
@@ -392,7 +392,7 @@ def as_it_lies(x: Tensor, weight: Tensor) -> Tensor:
 # scales
 
 
-def of_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
+def multiply_8_bits(x, weight, bias, dtype, scales: tuple, is_shuffled: bool | None) -> Tensor:
     """Multiply by `scaled_gemm`, without a look at the files."""
     check_shape("weight", weight, "N", "K")
     check_axis(x)

@@ -85,7 +85,7 @@ def sparse_blocks_kernel(
     w_ptrs = values_ptr + k[:, None] * values_strides[1] + n_read[None, :] * values_strides[2]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # a block is looked up a step before it is read: Triton would halve the stages between list and product
-    other, index = find(lists_ptr, others, indices, first, end)
+    other, index = find_block(lists_ptr, others, indices, first, end)
     for step in range(first * STEPS, end * STEPS):
         k_start = step % STEPS * BLOCK_K
         x_step = x_ptrs + (other.to(tl.int64) * BLOCK_IN + k_start) * x_strides[1]
@@ -97,7 +97,7 @@ def sparse_blocks_kernel(
             x = tl.load(x_step, mask=k_mask[None, :], other=0.0)
             w = tl.load(w_step, mask=k_mask[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        other, index = find(lists_ptr, others, indices, (step + 1) // STEPS, end)
+        other, index = find_block(lists_ptr, others, indices, (step + 1) // STEPS, end)
 
     n_out = column * BLOCK_OUT + n
     n_mask = (n < BLOCK_OUT) & (n_out < N)
@@ -110,7 +110,7 @@ def sparse_blocks_kernel(
 
 
 @triton.jit
-def find(lists_ptr, others, indices, j, end):
+def find_block(lists_ptr, others, indices, j, end):
     """Block j of the list -> its index in x and its index in values; zeros past the end."""
     other = tl.load(lists_ptr + others + j, mask=j < end, other=0)
     index = j

@@ -155,8 +155,8 @@ def test_on_another_device_it_is_the_current_one(monkeypatch):
 
 
 def test_a_row_for_so_many_threads_of_a_cpu_is_looked_up_again(monkeypatch):
-    asked, choose, threads = [], tuned_gemm.choose, torch.get_num_threads()
-    monkeypatch.setattr(tuned_gemm, "choose", lambda *given: asked.append(1) or choose(*given))
+    asked, choose, threads = [], tuned_gemm.choose_product, torch.get_num_threads()
+    monkeypatch.setattr(tuned_gemm, "choose_product", lambda *given: asked.append(1) or choose(*given))
     x, w = torch.randn(3, 7), torch.randn(5, 7)
     try:
         for count in (threads, threads, threads + 1):

@@ -10,7 +10,7 @@ from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.gemm import gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
 from moe_aiter.tuning import choice
-from moe_aiter.tuning.aiter_csv import Problem
+from moe_aiter.tuning.aiter_csv import GemmKey
 from moe_aiter.tuning.candidates import HOPPER_TILES
 
 from .test_gemm import CUDA, compare, make
@@ -50,7 +50,7 @@ def test_long_weights_of_few_rows_are_hoppers(on_hopper, M, N, K, dtype, backend
     assert pick("gemm", GemmInputs(x, weight.mT, *rest)) is IMPLS["gemm"][backend]
     columns = new(K, N, dtype=dtype)[None]
     assert pick("gemm", GemmInputs(x, columns, *rest)) is IMPLS["gemm"]["torch"]
-    problem = Problem(M, N, K, False, dtype, dtype, False, False)
+    problem = GemmKey(M, N, K, False, dtype, dtype, False, False)
     assert tuned_gemm.usual(problem, torch.device("meta")) == backend
 
 
@@ -68,7 +68,7 @@ def test_elsewhere_they_are_torchs(on_hopper, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
     x, weight = new(1, 1, 4096), new(1, 4096, 4096)
     assert pick("gemm", GemmInputs(x, weight.mT, None, None, "", *PLAIN)) is IMPLS["gemm"]["torch"]
-    problem = Problem(1, 4096, 4096, False, torch.bfloat16, torch.bfloat16, False, False)
+    problem = GemmKey(1, 4096, 4096, False, torch.bfloat16, torch.bfloat16, False, False)
     assert tuned_gemm.usual(problem, torch.device("meta")) == "torch"
 
 

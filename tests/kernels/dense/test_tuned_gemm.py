@@ -169,7 +169,8 @@ def test_every_library_of_aiter_has_an_answer():
 def test_a_choice_is_made_once_for_the_same_sizes(files, monkeypatch):
     files("")
     asked = []
-    monkeypatch.setattr("moe_aiter.kernels.dense.tuned_gemm.choose", lambda *_: asked.append(1) or "torch")
+    choose = "moe_aiter.kernels.dense.tuned_gemm.choose_product"
+    monkeypatch.setattr(choose, lambda *_: asked.append(1) or "torch")
     w = torch.randn(16, 32)
     for _ in range(3):
         tuned_gemm(torch.randn(5, 32), w)

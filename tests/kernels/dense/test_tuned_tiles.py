@@ -40,7 +40,7 @@ def watched(files, monkeypatch):
     monkeypatch.setitem(ORDER, "cpu", ("triton", "torch"))
     monkeypatch.setattr(tuning, "interpret", False)
     monkeypatch.setattr(tuning, "tables", lambda device: ("none",))
-    monkeypatch.setattr(tuning, "find", lambda names, key: USUAL)
+    monkeypatch.setattr(tuning, "find_tile", lambda names, key: USUAL)
     monkeypatch.setattr("triton.runtime.driver._active", Driver())
     rows = [rows_for(CPU, "triton", M).replace("kernel", f'"{tile}"') for M, tile in TILES.items()]
     files(HEAD + "".join(rows))

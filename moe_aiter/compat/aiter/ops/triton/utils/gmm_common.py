@@ -220,7 +220,7 @@ def gen_gmm_input(
     check_counts(M, K=K, N=N, G=G)
     check_float_dtype(preferred_element_type=preferred_element_type)
     generator = seeded(rng_seed, device)
-    lhs = normal(M, K, device=device, generator=generator)
+    lhs = random_normal(M, K, device=device, generator=generator)
     rhs = stored(trans_rhs, alt_trans, G, K, N, device=device, generator=generator)
     sizes = draw_sizes(unif_group_sizes, M, G, group_sizes_dtype, device, rng_seed)
     return lhs.to(preferred_element_type), rhs.to(preferred_element_type), sizes
@@ -257,18 +257,18 @@ def gen_gmm_tensors(
     if not use_bias:
         return lhs, rhs, group_sizes, out, None
     generator = seeded(None if rng_seed is None else rng_seed + 1, device)
-    return lhs, rhs, group_sizes, out, normal(G, N, device=device, generator=generator).to(input_type)
+    return lhs, rhs, group_sizes, out, random_normal(G, N, device=device, generator=generator).to(input_type)
 
 
-def normal(*shape: int, **how) -> Tensor:
+def random_normal(*shape: int, **how) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, **how)
 
 
 def stored(by_columns: bool, swapped: bool, *shape: int, **how) -> Tensor:
     """Return random matrices, by columns as views, or with the two axes swapped."""
     if not by_columns:
-        return normal(*shape, **how)
-    x = normal(*shape[:-2], shape[-1], shape[-2], **how)
+        return random_normal(*shape, **how)
+    x = random_normal(*shape[:-2], shape[-1], shape[-2], **how)
     return x if swapped else x.mT
 
 
@@ -311,7 +311,7 @@ def get_gmm_transposition(lhs: Tensor, rhs: Tensor, out: Tensor) -> tuple[bool, 
     """
     rhs = oriented_rhs(lhs, rhs, out=(out, "M, N"))
     check_row_major(lhs=lhs, out=out)
-    return layout("rhs", rhs)
+    return layout_of_matrices("rhs", rhs)
 
 
 def oriented_rhs(lhs: Tensor, rhs: Tensor, **others: tuple[Tensor, str]) -> Tensor:
@@ -336,7 +336,7 @@ def existing_or_new(shape: tuple, dtype: torch.dtype, device: torch.device | str
     return x
 
 
-def layout(name: str, x: Tensor) -> tuple[bool, int]:
+def layout_of_matrices(name: str, x: Tensor) -> tuple[bool, int]:
     """Return whether matrices are stored by columns, and their leading dimension."""
     if x.is_contiguous():
         return False, x.shape[-1]
@@ -365,7 +365,7 @@ def gen_tgmm_input(
     check_float_dtype(preferred_element_type=preferred_element_type)
     generator = seeded(rng_seed, device)
     lhs = stored(trans_lhs, alt_trans, K, M, device=device, generator=generator)
-    rhs = normal(M, N, device=device, generator=generator)
+    rhs = random_normal(M, N, device=device, generator=generator)
     sizes = draw_sizes(unif_group_sizes, M, G, group_sizes_dtype, device, rng_seed)
     return lhs.to(preferred_element_type), rhs.to(preferred_element_type), sizes
 
@@ -468,4 +468,4 @@ def get_tgmm_transposition(lhs: Tensor, rhs: Tensor, out: Tensor) -> tuple[bool,
     lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], None)
     check_axes(lhs=(lhs, "K, M"), rhs=(rhs, "M, N"), out=(out, "G, K, N"))
     check_row_major(rhs=rhs, out=out)
-    return layout("lhs", lhs)
+    return layout_of_matrices("lhs", lhs)
