@@ -85,10 +85,10 @@ def find_model(model: str, tokens: int | None) -> tuple[str, Shape]:
             raise CheckpointError(shown(model), [text])
         row = rows[0]
         return row.name, replace(row.shape, num_tokens=tokens or row.shape.num_tokens)
-    return experts_in(read_json_object(path), tokens or TOKENS)
+    return experts_of_config(read_json_object(path), tokens or TOKENS)
 
 
-def experts_in(config: dict, tokens: int) -> tuple[str, Shape]:
+def experts_of_config(config: dict, tokens: int) -> tuple[str, Shape]:
     """Return the family of a configuration, and its experts; weights lie as transformers has them in memory.
 
     The family is one of models.csv.  config.json has the sizes, and the activation unless the family has one;

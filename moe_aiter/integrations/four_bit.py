@@ -47,7 +47,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
             raise ValueError(f"{name} has adapters: call quantize_experts first, and add_lora then")
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
-                check_divides(module, weight, FORMATS[format].block)
+                check_packable(module, weight, FORMATS[format].block)
     for module in found.values():
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
@@ -60,7 +60,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     return list(found)
 
 
-def check_divides(module: nn.Module, name: str, block: int) -> None:
+def check_packable(module: nn.Module, name: str, block: int) -> None:
     w = own_parameters(module).get(name)
     if w is None:
         raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")

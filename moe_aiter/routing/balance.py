@@ -49,7 +49,7 @@ class CountInputs(NamedTuple):
     group_sizes: Tensor  # (E,)
 
 
-def check_counts(i: CountInputs) -> None:
+def check_total(i: CountInputs) -> None:
     check_axes(total=(i.total, "E"), group_sizes=(i.group_sizes, "E"))
     check_device(**i._asdict())
 
@@ -59,7 +59,7 @@ def count_reference(i: CountInputs) -> None:
         i.total.add_(i.group_sizes)
 
 
-count_op = define_inplace_op("count_choices", CountInputs, check=check_counts, reference=count_reference)
+count_op = define_inplace_op("count_choices", CountInputs, check=check_total, reference=count_reference)
 
 
 def count_choices(total: Tensor, group_sizes: Tensor) -> None:

@@ -85,7 +85,7 @@ def choose_product(problem: GemmKey, i: GemmInputs) -> str:
         backend = next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
     if settings.log_tuned_config:
         said = "no row" if row is None else f"the row of M={row.problem.M} says {row.libtype}"
-        log.info("%s on %s: %s, %s multiplies", described(problem), device, said, backend)
+        log.info("%s on %s: %s, %s multiplies", text_of(problem), device, said, backend)
     return backend
 
 
@@ -129,7 +129,7 @@ def note(libtype: str, backend: str) -> None:
     log.warning("tuned products of %s are computed by %s here", libtype, backend)
 
 
-def described(problem: GemmKey) -> str:
+def text_of(problem: GemmKey) -> str:
     M, N, K = problem[:3]
     flags = [name for name in ("bias", "scaled", "shuffled") if getattr(problem, name)]
     return ", ".join([f"M={M}, N={N}, K={K}", f"{problem.dtype} -> {problem.out_dtype}", *flags])
