@@ -535,12 +535,9 @@ def check_existing(out: Tensor, preferred: torch.dtype | None) -> None:
 
 
 def check_plan_values(
-    rows: int,
-    group_sizes: Tensor | None = None,
-    order: Tensor | None = None,
-    rank: Tensor | None = None,
+    rows: int, group_sizes: Tensor | None = None, order: Tensor | None = None, rank: Tensor | None = None,
     choices: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless these tensors of a plan for so many rows fit together; synchronises.
 
     Group sizes are not negative, sum to `rows` at most and count no dropped row; order stays below `choices`,

@@ -59,14 +59,9 @@ def decode(x, FORMAT: tl.constexpr):
 @triton.jit
 def add_product(
     acc,  # (rows of x, columns of w), or TRANSPOSED
-    x,
-    w,
-    X_FORMAT: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PROMOTED: tl.constexpr,
+    x, w, X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, TRANSPOSED: tl.constexpr, PROMOTED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """acc + x @ w of what `decode` makes of both; int32 for int8.
 
     PROMOTED: the tensor core begins each sum of MOST_IMPRECISE products at zero and float32 adds them up.  A

@@ -44,21 +44,13 @@ class GemmInputs(NamedTuple):
 def finish(
     acc,  # float32: elements (m, n) of a matrix
     m,  # int64
-    n,
-    mask,
+    n, mask,
     offsets,  # of the elements in out and z
     bias_ptr,  # (N,) or None
     c_ptr,  # (M, N) or None
     z_ptr,  # or None
-    out_ptr,
-    alpha,
-    beta,
-    N,
-    bias_stride,
-    c_stride_m,
-    c_stride_n,
-    ACTIVATION: tl.constexpr,
-):
+    out_ptr, alpha, beta, N, bias_stride, c_stride_m, c_stride_n, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """The epilogue."""
     acc *= alpha
     if c_ptr is not None:
@@ -79,18 +71,12 @@ def finish_kernel(
     bias_ptr,  # (N,) or None
     c_ptr,  # (B, M, N) or None
     z_ptr,  # (B, M, N), contiguous, as is out, or None
-    out_ptr,
-    splits,
+    out_ptr, splits,
     size,  # B * M * N
-    M,
-    N,
-    alpha,
-    beta,
-    bias_stride,
+    M, N, alpha, beta, bias_stride,
     c_strides,  # b, m, n
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums of splits, added up in order, and their epilogue."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
@@ -165,21 +151,15 @@ def one_row_kernel(
     bias_ptr,  # (N,) or None
     c_ptr,  # (B, N) or None
     z_ptr,  # (B, N) contiguous, as is out, or None
-    out_ptr,
-    N,
+    out_ptr, N,
     K,  # this and the strides of x and w in pieces of UNIT numbers
     end,  # K again, which the compiler does not know
     x_stride_b,
     w_strides,  # b, n
-    alpha,
-    beta,
-    bias_stride,
+    alpha, beta, bias_stride,
     c_strides,  # b, n
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     K *= UNIT
     matrix = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -116,18 +116,12 @@ def multiply(
     acc,  # (BLOCK_M, BLOCK_N) float32
     x_ptrs,  # (BLOCK_M, BLOCK_K)
     w_ptrs,  # (BLOCK_K, BLOCK_N)
-    K,
-    x_stride_k,
-    w_stride_k,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K, x_stride_k, w_stride_k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
     live=None,  # (BLOCK_M,)
-    BOXES: tl.constexpr = None,
-    group=None,
+    BOXES: tl.constexpr = None, group=None,
     first=None,  # column
-):
+):  # fmt: skip
     """acc + x @ w over K, in steps of BLOCK_K.
 
     live        rows that exist.  Other rows are not read: if all programs read one row in their place, that
@@ -191,11 +185,10 @@ def add_columns(
     acc,  # (rows, columns) of a tile, or of a part of it
     k,  # (rows,)
     first,  # column
-    K,
-    N,
+    K, N,
     out_ptr,  # (K, N)
     out_strides,  # g, k, n
-):
+):  # fmt: skip
     """out += acc, a few columns at a time: acc and all that it is added to would not fit in registers."""
     WIDTH: tl.constexpr = acc.shape[1]
     if WIDTH > 32:

@@ -89,13 +89,10 @@ def bind_add_low_rank(i: AddLowRankInputs) -> Callable:
 # add_low_rank: op
 
 add_low_rank_op = define_inplace_op(
-    "add_low_rank",
-    AddLowRankInputs,
-    check=check_add_low_rank,
-    check_values=lambda i: check_plan_values(len(i.x), i.group_sizes),
-    reference=add_low_rank_reference,
+    "add_low_rank", AddLowRankInputs, check=check_add_low_rank,
+    check_values=lambda i: check_plan_values(len(i.x), i.group_sizes), reference=add_low_rank_reference,
     triton=bind_add_low_rank,
-)
+)  # fmt: skip
 
 
 # add_low_rank: public
@@ -327,24 +324,12 @@ def check_adapted_values(i: AdaptedUpInputs | AdaptedDownInputs) -> None:
 
 
 adapted_up = define_op(
-    "adapted_up",
-    AdaptedUpInputs,
-    new=new_adapted_up,
-    check_values=check_adapted_values,
-    reference=adapted_up_reference,
-    torch=fill_adapted_up,
-    triton=bind_adapted_up,
-    save=save_adapted_up,
+    "adapted_up", AdaptedUpInputs, new=new_adapted_up, check_values=check_adapted_values,
+    reference=adapted_up_reference, torch=fill_adapted_up, triton=bind_adapted_up, save=save_adapted_up,
     backward=backward_adapted_up,
-)
+)  # fmt: skip
 adapted_down = define_op(
-    "adapted_down",
-    AdaptedDownInputs,
-    new=new_adapted_down,
-    check_values=check_adapted_values,
-    reference=adapted_down_reference,
-    torch=fill_adapted_down,
-    triton=launch_adapted_down,
-    save=save_adapted_down,
-    backward=backward_adapted_down,
-)
+    "adapted_down", AdaptedDownInputs, new=new_adapted_down, check_values=check_adapted_values,
+    reference=adapted_down_reference, torch=fill_adapted_down, triton=launch_adapted_down,
+    save=save_adapted_down, backward=backward_adapted_down,
+)  # fmt: skip

@@ -518,22 +518,13 @@ def backward_expert_loop(ctx, dout, dz):
 
 
 expert_loop_op = define_op(
-    "expert_loop",
-    LoopInputs,
-    outputs=2,
-    new=new_expert_loop,
-    check_values=check_expert_values,
-    reference=expert_loop_reference,
-    torch=launcher(ForwardLoop, TorchSteps),
-    host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))),
-    save=save_expert_loop,
+    "expert_loop", LoopInputs, outputs=2, new=new_expert_loop, check_values=check_expert_values,
+    reference=expert_loop_reference, torch=launcher(ForwardLoop, TorchSteps),
+    host=host(takes(*HOST_DTYPES)(launcher(ForwardLoop, HostSteps))), save=save_expert_loop,
     backward=backward_expert_loop,
-)
+)  # fmt: skip
 expert_loop_backward_op = define_op(
-    "expert_loop_backward",
-    LoopBackwardInputs,
-    outputs=6,
-    new=new_expert_loop_backward,
+    "expert_loop_backward", LoopBackwardInputs, outputs=6, new=new_expert_loop_backward,
     torch=launcher(BackwardLoop, TorchSteps),
     host=host(takes(*HOST_DTYPES)(launcher(BackwardLoop, HostSteps))),
-)
+)  # fmt: skip

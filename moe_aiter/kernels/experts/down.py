@@ -142,27 +142,14 @@ def expert_down_grad_kernel(
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M,
-    N,
-    K,
-    G,
-    top_k,
+    M, N, K, G, top_k,
     dout_strides,  # t, k
     w_strides,  # g, k, n
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,  # parts of z, see `down_grad_epilogue`
-):
+):  # fmt: skip
     N, K, dout_strides, w_strides = in_units((N, K, dout_strides, w_strides), UNIT)
     dout_stride_t, dout_stride_k = dout_strides
     w_stride_g, w_stride_k, w_stride_n = w_strides
@@ -214,13 +201,10 @@ def down_grad_epilogue(
     z_ptrs,  # of the tile's first part
     dz_ptrs,
     a_ptrs,  # or None
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PART: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr,  # channels of the tile
     FIRST: tl.constexpr = 0,  # channel of u in the tile
-):
+):  # fmt: skip
     """Write dz and s * f(z), PART channels at a time to spare registers.
 
     Return <u, f(z)> of each row, and the parts of z that follow.  A part is read before earlier ones are
@@ -408,30 +392,17 @@ def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
 
 
 expert_down_op = define_op(
-    "expert_down",
-    DownInputs,
-    new=new_expert_down,
+    "expert_down", DownInputs, new=new_expert_down,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
-    reference=lambda i: gmm_unpermute_reference(i.as_gmm_unpermute()),
-    triton=bind_expert_down,
-    backward=backward_expert_down,
-    save=save_expert_down,
-)
+    reference=lambda i: gmm_unpermute_reference(i.as_gmm_unpermute()), triton=bind_expert_down,
+    backward=backward_expert_down, save=save_expert_down,
+)  # fmt: skip
 expert_down_grad_op = define_op(
-    "expert_down_grad",
-    DownGradInputs,
-    outputs=3,
-    new=new_expert_down_grad,
-    reference=expert_down_grad_reference,
-    triton=bind_expert_down_grad,
-    hopper=hopper.bind_expert_down_grad,
-)
+    "expert_down_grad", DownGradInputs, outputs=3, new=new_expert_down_grad,
+    reference=expert_down_grad_reference, triton=bind_expert_down_grad, hopper=hopper.bind_expert_down_grad,
+)  # fmt: skip
 expert_down_grad_over_z_op = define_op(
-    "expert_down_grad_over_z",
-    DownGradOverZInputs,
-    outputs=2,
-    new=new_beside_dz,
+    "expert_down_grad_over_z", DownGradOverZInputs, outputs=2, new=new_beside_dz,
     torch=lambda out, i: copy_into((i.z, *out), expert_down_grad_reference(i)),
-    triton=over_z(bind_expert_down_grad),
-    hopper=over_z(hopper.bind_expert_down_grad),
-)
+    triton=over_z(bind_expert_down_grad), hopper=over_z(hopper.bind_expert_down_grad),
+)  # fmt: skip

@@ -326,40 +326,30 @@ expert_z_fp8_op = define_op(
     "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(i.with_z())[0], **everywhere(rounded_z), hopper=bind_z
 )
 gmm_unpermute_fp8_op = define_op(
-    "gmm_unpermute_fp8",
-    GmmUnpermuteFp8Inputs,
+    "gmm_unpermute_fp8", GmmUnpermuteFp8Inputs,
     new=lambda i: i.x8.new_empty(i.rank.shape[0], i.w8.shape[1], dtype=i.dtype),
-    **everywhere(rounded_gmm_unpermute),
-    hopper=bind_gmm_unpermute_fp8,
-)
+    **everywhere(rounded_gmm_unpermute), hopper=bind_gmm_unpermute_fp8,
+)  # fmt: skip
 expert_down_grad_fp8_op = define_op(
-    "expert_down_grad_fp8",
-    DownGradFp8Inputs,
-    outputs=3,
-    new=lambda i: (torch.empty_like(i.z), *new_beside(i)),
-    **everywhere(rounded_down_grad),
+    "expert_down_grad_fp8", DownGradFp8Inputs, outputs=3,
+    new=lambda i: (torch.empty_like(i.z), *new_beside(i)), **everywhere(rounded_down_grad),
     hopper=bind_down_grad,
-)
+)  # fmt: skip
 expert_down_grad_fp8_over_z_op = define_op(
-    "expert_down_grad_fp8_over_z",
-    DownGradFp8OverZInputs,
-    outputs=2,
-    new=new_beside,
-    **everywhere(rounded_over_z),
-    hopper=bind_over_z,
-)
+    "expert_down_grad_fp8_over_z", DownGradFp8OverZInputs, outputs=2, new=new_beside,
+    **everywhere(rounded_over_z), hopper=bind_over_z,
+)  # fmt: skip
 
 
 ExpertsFp8Inputs = extended(
-    "ExpertsFp8Inputs",
-    ExpertInputs,
+    "ExpertsFp8Inputs", ExpertInputs,
     bytes_of_y=int | torch.SymInt,  # the most for the rows of y, and of dx
     bytes_of_dx=int | torch.SymInt,
     peak=int | torch.SymInt,  # the bytes that a step takes at most, if its memory allows for it
     need_dx=bool,
     save_x8=bool,  # whether 8-bit rows of x serve backward in the place of x
     recipe=str,  # one of RECIPES
-)
+)  # fmt: skip
 
 
 def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
@@ -526,15 +516,9 @@ def down_grad_over_z(dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, d
 
 
 experts_fp8_op = define_op(
-    "experts_fp8",
-    ExpertsFp8Inputs,
-    outputs=6,
-    new=new_experts,
-    check_values=check_expert_values,
-    torch=launch_experts,
-    save=save_experts,
-    backward=backward_experts,
-)
+    "experts_fp8", ExpertsFp8Inputs, outputs=6, new=new_experts, check_values=check_expert_values,
+    torch=launch_experts, save=save_experts, backward=backward_experts,
+)  # fmt: skip
 
 
 # quantized_experts
@@ -603,14 +587,9 @@ IMPLS["quantized_experts"] = {"hopper": on_hopper, "triton": by_groups, "torch":
 
 
 def quantized_experts(
-    x: Tensor,
-    gate_up: tuple[Tensor, Tensor, Tensor | None],
-    down: tuple[Tensor, Tensor, Tensor | None],
-    routing_weights: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
-    activation: str,
-    interleaved: bool,
-) -> Tensor:
+    x: Tensor, gate_up: tuple[Tensor, Tensor, Tensor | None], down: tuple[Tensor, Tensor, Tensor | None],
+    routing_weights: Tensor, plan: tuple[Tensor, Tensor, Tensor], activation: str, interleaved: bool,
+) -> Tensor:  # fmt: skip
     """`expert_mlp` with weights as (8 bits, scale, bias), the bias or None.
 
     `gate_up` (E, 2I, H), (E, 2I), (E, 2I), `down` (E, H, I), (E, H), (E, H), as `quantize_rows` gives the

@@ -84,12 +84,9 @@ def glu_kernel(
     R,
     I,  # noqa: E741
     z_strides,  # row, channel, from gate to up
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
-):
+):  # fmt: skip
     I, z_strides = in_units((I, z_strides), UNIT)  # noqa: E741
     r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
@@ -111,12 +108,9 @@ def glu_backward_kernel(
     dout_strides,  # row, channel
     z_strides,  # row, channel, from gate to up
     dz_strides,  # the same
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
-):
+):  # fmt: skip
     I, dout_strides, z_strides, dz_strides = in_units((I, dout_strides, z_strides, dz_strides), UNIT)  # noqa: E741
     r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     i = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)).to(tl.int64)[None, :]
@@ -215,23 +209,13 @@ def backward_glu(ctx, dout):
 
 
 glu_op = define_op(
-    "glu",
-    GluInputs,
-    new=new_glu,
-    reference=glu_reference,
-    triton=bind_glu,
-    host=host(launch_glu_host),
-    save=save_glu,
-    backward=backward_glu,
-)
+    "glu", GluInputs, new=new_glu, reference=glu_reference, triton=bind_glu, host=host(launch_glu_host),
+    save=save_glu, backward=backward_glu,
+)  # fmt: skip
 glu_backward_op = define_op(
-    "glu_backward",
-    GluBackwardInputs,
-    new=new_glu_backward,
-    reference=glu_backward_reference,
-    triton=bind_glu_backward,
-    host=host(launch_glu_backward_host),
-)
+    "glu_backward", GluBackwardInputs, new=new_glu_backward, reference=glu_backward_reference,
+    triton=bind_glu_backward, host=host(launch_glu_backward_host),
+)  # fmt: skip
 
 
 # public

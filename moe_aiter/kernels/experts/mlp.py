@@ -49,16 +49,9 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
         """Return the inputs of `expert_up`, without z."""
         routing = self.order, self.rank, self.group_sizes
         return UpInputs(
-            self.x,
-            self.gate_up,
-            self.gate_up_bias,
-            *routing,
-            self.activation,
-            self.interleaved,
-            False,
-            0,
+            self.x, self.gate_up, self.gate_up_bias, *routing, self.activation, self.interleaved, False, 0,
             None,
-        )
+        )  # fmt: skip
 
     def as_gmm_unpermute(self, a: Tensor) -> GmmUnpermuteInputs:
         """Return the inputs of the product with down and the weighted sum of its rows."""
@@ -104,26 +97,16 @@ def backward_expert_both(ctx, dout):
     rest = bias_dtype, i.bytes_of_dx, i.gate_up_main_grad
     dx, dgate_up, dbias = up_gradients(needs[:3], dz, i.x, i.gate_up, *routing, *rest)
     return gradients(
-        BothInputs,
-        x=dx,
-        gate_up=dgate_up,
-        gate_up_bias=dbias,
-        down=ddown,
-        down_bias=ddown_bias,
+        BothInputs, x=dx, gate_up=dgate_up, gate_up_bias=dbias, down=ddown, down_bias=ddown_bias,
         routing_weights=ds,
-    )
+    )  # fmt: skip
 
 
 expert_both_op = define_op(
-    "expert_both",
-    BothInputs,
-    new=lambda i: i.x.new_empty(i.x.shape),
-    check_values=check_expert_values,
-    reference=lambda i: expert_loop_reference(i)[0],
-    triton=bind_expert_both,
-    save=save_expert_both,
+    "expert_both", BothInputs, new=lambda i: i.x.new_empty(i.x.shape), check_values=check_expert_values,
+    reference=lambda i: expert_loop_reference(i)[0], triton=bind_expert_both, save=save_expert_both,
     backward=backward_expert_both,
-)
+)  # fmt: skip
 
 
 # expert_mlp: backends
@@ -183,22 +166,12 @@ IMPLS["expert_mlp"] = {
 
 
 def expert_mlp(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    routing_weights: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
-    *,
-    activation: str = "swiglu",
-    interleaved: bool = False,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_up_main_grad: Tensor | None = None,
-    down_main_grad: Tensor | None = None,
-    row_chunks: int | None = None,
-    recompute: str = "none",
+    x: Tensor, gate_up: Tensor, down: Tensor, routing_weights: Tensor, plan: tuple[Tensor, Tensor, Tensor], *,
+    activation: str = "swiglu", interleaved: bool = False, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, gate_up_main_grad: Tensor | None = None,
+    down_main_grad: Tensor | None = None, row_chunks: int | None = None, recompute: str = "none",
     fp8: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Send each token through its experts and return the weighted sum of their outputs.
 
     x: (T, H), float32, bfloat16, float16 or, on the slow reference path, float64.
@@ -238,12 +211,9 @@ def expert_mlp(
 
 
 def mix_experts(
-    x: Tensor,
-    weights: ExpertWeights,
-    routing_weights: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
+    x: Tensor, weights: ExpertWeights, routing_weights: Tensor, plan: tuple[Tensor, Tensor, Tensor],
     options: ExpertOptions,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Do as `expert_mlp`, with its weights and its options as values."""
     i = new_inputs(x, weights, routing_weights, plan, options)
     if options.fp8 is not None:

@@ -94,31 +94,20 @@ def backward_expert_up_split(ctx, dz, da):
 
 
 expert_up_split_op = define_op(
-    "expert_up_split",
-    UpSplitInputs,
-    outputs=2,
-    new=new_expert_up_split,
+    "expert_up_split", UpSplitInputs, outputs=2, new=new_expert_up_split,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
     torch=launch_expert_up_split,  # of any kind: expert_up picks its own
-    save=save_expert_up_split,
-    backward=backward_expert_up_split,
-)
+    save=save_expert_up_split, backward=backward_expert_up_split,
+)  # fmt: skip
 
 # public
 
 
 def split_expert_mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    routing_weights: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
-    *,
-    gate_main_grad: Tensor | None = None,
-    up_main_grad: Tensor | None = None,
-    down_main_grad: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor], *, gate_main_grad: Tensor | None = None,
+    up_main_grad: Tensor | None = None, down_main_grad: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`expert_mlp` of SwiGLU experts whose first weight is two tensors, gate and up.
 
         out[t] = sum over j of s[t, j] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))

@@ -42,14 +42,9 @@ class Tier(NamedTuple):
 
 
 def meta_experts(
-    shape: tuple[int, int, int, int, int],
-    activation: str = "swiglu",
-    *,
-    interleaved: bool = False,
-    bias: bool = False,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> ExpertInputs:
+    shape: tuple[int, int, int, int, int], activation: str = "swiglu", *, interleaved: bool = False,
+    bias: bool = False, transposed: bool = False, dtype: torch.dtype = torch.bfloat16,
+) -> ExpertInputs:  # fmt: skip
     """Return inputs without memory for T tokens, H, I, E experts and k choices of each token.
 
     With `transposed`, gate_up lies in memory as (E, H, width) and down as (E, I, H).

@@ -103,29 +103,14 @@ def expert_up_kernel(
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M,
-    N,
-    K,
-    G,
-    top_k,
-    tiles_m,
+    M, N, K, G, top_k, tiles_m,
     x_strides,  # t, k
     w_strides,  # g, n, k
-    ACTIVATION: tl.constexpr,
-    UP: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_DIES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BOXES: tl.constexpr,
-):
+    ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BOXES: tl.constexpr,
+):  # fmt: skip
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -301,22 +286,12 @@ def up_gradients(
 
 
 expert_up_op = define_op(
-    "expert_up",
-    UpInputs,
-    outputs=2,
-    new=new_expert_up,
+    "expert_up", UpInputs, outputs=2, new=new_expert_up,
     check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
-    reference=expert_up_reference,
-    triton=bind_expert_up,
-    hopper=hopper.bind_expert_up,
-    backward=backward_expert_up,
-    save=save_expert_up,
-)
+    reference=expert_up_reference, triton=bind_expert_up, hopper=hopper.bind_expert_up,
+    backward=backward_expert_up, save=save_expert_up,
+)  # fmt: skip
 expert_z_op = define_op(
-    "expert_z",
-    ZInputs,
-    new=lambda i: i.x.new_empty(i.order.shape[0], i.gate_up.shape[1]),
-    reference=expert_z_reference,
-    triton=z_alone(bind_expert_up),
-    hopper=z_alone(hopper.bind_expert_up),
-)
+    "expert_z", ZInputs, new=lambda i: i.x.new_empty(i.order.shape[0], i.gate_up.shape[1]),
+    reference=expert_z_reference, triton=z_alone(bind_expert_up), hopper=z_alone(hopper.bind_expert_up),
+)  # fmt: skip

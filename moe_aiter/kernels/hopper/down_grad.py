@@ -228,25 +228,17 @@ def down_grad_kernel(
     starts_ptr,  # (G,) or None: see `group_ends`
     dout_scale_ptr,  # (M,) float32, or None
     w_scale_ptr,  # (G, N) float32, or None
-    M,
-    G,
+    M, G,
     N,  # in units of 8
     K,  # in units of 8
     dout_stride,  # in units of 16 bytes
-    ACTIVATION: gl.constexpr,
-    UP: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-    TOP_K: gl.constexpr,
+    ACTIVATION: gl.constexpr, UP: gl.constexpr, INTERLEAVED: gl.constexpr, TOP_K: gl.constexpr,
     WEIGHTS: gl.constexpr,  # their LAYOUT, rows or columns, and whether K is a whole number of blocks
-    BLOCK_G: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
-):
+):  # fmt: skip
     SPAN: gl.constexpr = SUMS[0]
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     PROJECTIONS: gl.constexpr = 1 if UP is None else 2
@@ -271,24 +263,9 @@ def down_grad_kernel(
     WRITE_A: gl.constexpr = a_ptr is not None
     dz, out = Rows(dz_ptr, PROJECTIONS * N), Rows(a_ptr if WRITE_A else dz_ptr, N)
     grads = Grads(
-        z_desc,
-        z,
-        arrived,
-        dz,
-        out,
-        order_ptr,
-        s_ptr,
-        ds_ptr,
-        M,
-        N,
-        ACTIVATION,
-        UP,
-        INTERLEAVED,
-        WRITE_A,
-        PIECES,
-        Z_TILE,
-        WIDTH,
-    )
+        z_desc, z, arrived, dz, out, order_ptr, s_ptr, ds_ptr, M, N, ACTIVATION, UP, INTERLEAVED, WRITE_A,
+        PIECES, Z_TILE, WIDTH,
+    )  # fmt: skip
     scales = Scales(dout_scale_ptr, 0, 1, w_scale_ptr, group_scales(N, K, SUMS[1]), 1, M, SUMS[1])
     VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
     dout = Gather(dout_ptr, dout_stride, order_ptr, TOP_K, VECTOR)

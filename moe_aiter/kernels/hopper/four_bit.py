@@ -237,25 +237,14 @@ def four_bit_gmm_kernel(
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
     group_sizes_ptr,  # (G,)
-    M,
-    G,
-    N,
-    K,
+    M, G, N, K,
     x_stride,  # in units of 16 bytes
     blocks,  # of a row of w
-    TOP_K: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    TOP_K: gl.constexpr, LAYOUT: gl.constexpr, FORMAT: gl.constexpr,
     SHARED: gl.constexpr,  # the layouts of a stage's operands
-    BLOCK_G: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-):
+    BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     w_shape: gl.constexpr = [BLOCK_N, BLOCK_K] if LAYOUT == "rows" else [BLOCK_K, BLOCK_N]
     a = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], SHARED[0])

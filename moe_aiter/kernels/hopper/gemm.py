@@ -115,23 +115,19 @@ def few_rows_kernel(
     z_ptr,  # (B, M, N) contiguous, as is out, or None
     out_ptr,
     partial_sums_ptr,  # (splits, B, M, N) float32, which gets the sums if K is split, or None
-    B,
-    M,
-    N,
+    B, M, N,
     K,  # this and what follows in eights of numbers, so that 16 bytes are known to be aligned
     part,  # of K that a program sums
     x_strides,  # b, m
     w_strides,  # b, n
-    alpha,
-    beta,
-    bias_stride,
+    alpha, beta, bias_stride,
     c_strides,  # b, m, n
     ACTIVATION: gl.constexpr,
     ROWS: gl.constexpr,  # of x that are loaded, 8 or 16
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,  # of a warp
     EVEN: gl.constexpr,
-):
+):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     WORDS: gl.constexpr = BLOCK_K // 2
     STEP: gl.constexpr = WARPS * WORDS
@@ -300,28 +296,14 @@ def gemm_kernel(
     x_rows,
     w_desc,  # (B, N, K) or (B, K, N)
     bias_ptr,  # (N,), or None
-    bias_end,
-    c_ptr,
-    c_strides,
+    bias_end, c_ptr, c_strides,
     z_desc,  # (B * M, N) ragged, or None
     out_desc,
     alpha,  # or None, as is beta
-    beta,
-    B,
-    M,
-    N,
-    K,
-    LAYOUT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    TURNS: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-):
+    beta, B, M, N, K, LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    STORES: gl.constexpr, TURNS: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
     READERS: gl.constexpr = 1 if TURNS else CONSUMERS
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)

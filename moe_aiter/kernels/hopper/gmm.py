@@ -45,24 +45,15 @@ def gmm_kernel(
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, N) float32 or None
     w_scale_stride,  # of its groups
-    M,
-    G,
+    M, G,
     W,  # or None where a group's weight is its own number
-    N,
-    K,
-    ZERO_REST: gl.constexpr,
+    N, K, ZERO_REST: gl.constexpr,
     INDPTR: gl.constexpr,  # group 0 has the rows before the first segment, and no weight
-    LAYOUT: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
+    LAYOUT: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
     SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
-):
+):  # fmt: skip
     SPAN: gl.constexpr = SUMS[0]
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, LAYOUT)
@@ -88,21 +79,11 @@ def gmm_kernel(
 
 @gluon.jit
 def gmm_consumer(
-    CONSUMER: gl.constexpr,
-    weights,
-    ring,
-    tiles,
-    queue,
-    scales,
+    CONSUMER: gl.constexpr, weights, ring, tiles, queue, scales,
     out,  # buffers for a block of columns
-    out_desc,
-    bias_ptr,
-    BLOCK_M: gl.constexpr,
-    STORES: gl.constexpr,
-    ZERO_REST: gl.constexpr,
-    SPAN: gl.constexpr,
-    WIDEST: gl.constexpr = 256,
-):
+    out_desc, bias_ptr, BLOCK_M: gl.constexpr, STORES: gl.constexpr, ZERO_REST: gl.constexpr,
+    SPAN: gl.constexpr, WIDEST: gl.constexpr = 256,
+):  # fmt: skip
     HALF: gl.constexpr = BLOCK_M // 2
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
@@ -218,20 +199,11 @@ def masked_gmm_kernel(
     w_scale_strides,  # g, n
     bias_ptr,  # (N,) for every group, or None
     group_sizes_ptr,  # (G,), or None where every row counts
-    G,
-    M,
-    N,
-    K,
+    G, M, N, K,
     SPAN: gl.constexpr,  # stages that the tensor core sums, or 0: all
-    BLOCK_G: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-):
+    BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     b = allocate_weights(STAGES, w_desc, BLOCK_N, BLOCK_K, "rows")
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
@@ -258,20 +230,12 @@ def masked_gmm_kernel(
 
 @gluon.jit
 def masked_consumer(
-    CONSUMER: gl.constexpr,
-    weights,
-    ring,
-    tiles,
-    queue,
-    scales,
-    bias_ptr,
+    CONSUMER: gl.constexpr, weights, ring, tiles, queue, scales, bias_ptr,
     out,  # buffers for a block of columns
     out_desc,
     gap,  # rows of out between two groups
-    BLOCK_M: gl.constexpr,
-    STORES: gl.constexpr,
-    SPAN: gl.constexpr,
-):
+    BLOCK_M: gl.constexpr, STORES: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = weights.BLOCK_N // STORES
     i = 0
     for n in range(tiles.mine()):

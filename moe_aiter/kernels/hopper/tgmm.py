@@ -256,28 +256,16 @@ def tgmm_kernel(
     y_desc,  # (M, N), ragged
     out_desc,  # (G, K, N), or (G, N, K) where columns come first
     out_ptr,  # (G, K, N)
-    group_sizes_ptr,
-    M,
-    G,
+    group_sizes_ptr, M, G,
     K,  # in units of 8
     N,
     x_stride,  # in units of 16 bytes
     out_strides,  # g, k, n
-    COLUMNS_FIRST: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    TOP_K: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    RANKED: gl.constexpr,
-    A_LAYOUT: gl.constexpr,
-    B_LAYOUT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-):
+    COLUMNS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr, TOP_K: gl.constexpr, BLOCK_G: gl.constexpr,
+    RANKED: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    STORES: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
     K *= VECTOR  # the compiler sees that it is a multiple
     if x_desc is None:
         a = gl.allocate_shared_memory(y_desc.dtype, [STAGES, BLOCK_K, BLOCK_M], A_LAYOUT)
@@ -500,22 +488,14 @@ def tgmm_fp8_kernel(
     positions_ptr,  # (G, 3)
     out_desc,  # (G, M, N), or (G, N, M) where columns come first; not used to accumulate
     out_ptr,  # (G, M, N)
-    G,
-    M,
-    N,
+    G, M, N,
     out_strides,  # g, m, n
-    COLUMNS_FIRST: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    COLUMNS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,  # a row block
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STORE_N: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, STORE_N: gl.constexpr,
     BUFFERS: gl.constexpr,  # of a consumer, that one is filled while another is stored
     PROGRAMS: gl.constexpr,
-):
+):  # fmt: skip
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     buffers = a

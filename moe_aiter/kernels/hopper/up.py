@@ -155,26 +155,18 @@ def expert_up_kernel(
     starts_ptr,  # (G,) or None: see `group_ends`
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, width) float32 or None
-    M,
-    G,
+    M, G,
     N,  # in units of 8
     K,  # in units of 8
     x_stride,  # in units of 16 bytes
-    ACTIVATION: gl.constexpr,
-    UP: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
+    ACTIVATION: gl.constexpr, UP: gl.constexpr, INTERLEAVED: gl.constexpr,
     WEIGHTS: gl.constexpr,  # their LAYOUT, and whether K is a whole number of blocks
     WRITES: gl.constexpr,  # whether z, and whether a
-    TOP_K: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TOP_K: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # stages that the tensor core sums, or 0: all; and whether scales are of blocks
     PROGRAMS: gl.constexpr,
-):
+):  # fmt: skip
     SPAN: gl.constexpr = SUMS[0]
     GATED: gl.constexpr = UP is not None
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples

@@ -90,20 +90,10 @@ def merge_kernel(
     row_ptr,  # (W, S * R)
     group_sizes_ptr,  # (W, E)
     spans_ptr,  # (2, S, width)
-    S,
-    R,
-    N,
-    first,
-    E,
-    width,
-    rows,
-    W,
-    rank_stride,
-    sizes_stride,
-    LAST_FIRST: tl.constexpr,
+    S, R, N, first, E, width, rows, W, rank_stride, sizes_stride, LAST_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,  # at least N
-):
+):  # fmt: skip
     block, source = tl.program_id(0), tl.program_id(1)
     n, i = tl.arange(0, BLOCK_N), block * BLOCK + tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK_N,), tl.int32)  # rows of the sources before this one
@@ -187,11 +177,6 @@ bind_merge.fits = lambda i: i.rank.stride(-1) == 1 == i.group_sizes.stride(-1) a
 
 
 merge_plans = define_op(
-    "merge_plans",
-    MergeInputs,
-    outputs=4,
-    new=new_merge,
-    reference=merge_reference,
-    host=lambda out, i: copy_into(out, merge_reference(i)),
-    triton=bind_merge,
-)
+    "merge_plans", MergeInputs, outputs=4, new=new_merge, reference=merge_reference,
+    host=lambda out, i: copy_into(out, merge_reference(i)), triton=bind_merge,
+)  # fmt: skip

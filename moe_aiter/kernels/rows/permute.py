@@ -93,13 +93,10 @@ def permute_kernel(
     rank_ptr,  # (T, k)
     weights_ptr,  # (T, k) or None
     out_ptr,  # (R, H)
-    R,
-    H,
+    R, H,
     x_strides,  # t, h
-    TOP_K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """One token: its columns are read once and written to its k rows."""
     H, x_strides = in_units((H, x_strides), UNIT)
     t = tl.program_id(0).to(tl.int64)
@@ -123,15 +120,10 @@ def gather_rows_kernel(
     x_ptr,  # (T, H)
     order_ptr,  # (R,)
     out_ptr,  # (R, H), contiguous
-    T,
-    R,
-    H,
+    T, R, H,
     x_strides,  # t, h
-    TOP_K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Row r of out is row order[r] // TOP_K of x, or any row where there is none: no group counts it."""
     H, x_strides = in_units((H, x_strides), UNIT)
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -192,13 +184,9 @@ def unpermute_kernel(
     out_ptr,  # (T, H)
     H,
     rows_strides,  # r, h
-    out_stride_t,
-    TOP_K: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    ADD: tl.constexpr,
-    UNIT: tl.constexpr,
+    out_stride_t, TOP_K: tl.constexpr, UNROLLED: tl.constexpr, ADD: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """One token's columns."""
     H, rows_strides, out_stride_t = in_units((H, rows_strides, out_stride_t), UNIT)
     t = tl.program_id(0).to(tl.int64)
@@ -213,17 +201,12 @@ def unpermute_some_kernel(
     rank_ptr,  # (T, k)
     weights_ptr,  # (T, k) or None
     out_ptr,  # (T, H)
-    T,
-    H,
+    T, H,
     rows_strides,  # r, h
-    out_stride_t,
-    TOP_K: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    UNIT: tl.constexpr,
+    out_stride_t, TOP_K: tl.constexpr, UNROLLED: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least TOP_K
     BLOCK_H: tl.constexpr,
-):
+):  # fmt: skip
     """The columns of some tokens, of which few or none have rows."""
     H, rows_strides, out_stride_t = in_units((H, rows_strides, out_stride_t), UNIT)
     first = tl.program_id(0) * TOKENS
@@ -249,10 +232,8 @@ def row_dots_kernel(
     H,
     rows_strides,  # r, h
     x_strides,  # t, h
-    TOP_K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     H, rows_strides, x_strides = in_units((H, rows_strides, x_strides), UNIT)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rank_ptr + i).to(tl.int64)
@@ -320,13 +301,9 @@ def bind_gather_rows(x: Tensor, rows: int, top_k: int) -> Callable:
 
 
 def bind_unpermute_columns(
-    choices: Sequence[int],
-    columns: int,
-    rows_strides: Sequence[int],
-    out_stride: int,
-    add: bool = False,
+    choices: Sequence[int], columns: int, rows_strides: Sequence[int], out_stride: int, add: bool = False,
     some: bool = False,
-) -> Callable:
+) -> Callable:  # fmt: skip
     """Return `launch(out, rows, rank, routing_weights)` of `unpermute` for `choices`, (T, k), and the row
     stride of `out`, which may be some columns of a wider tensor.
 
@@ -424,38 +401,17 @@ def backward_row_dots(ctx, ddots):
 
 
 permute_op = define_op(
-    "permute",
-    PermuteInputs,
-    new=new_permute,
-    check_values=check_values,
-    reference=permute_reference,
-    triton=bind_permute,
-    host=host(launch_permute_host),
-    save=save_permute,
-    backward=backward_permute,
-)
+    "permute", PermuteInputs, new=new_permute, check_values=check_values, reference=permute_reference,
+    triton=bind_permute, host=host(launch_permute_host), save=save_permute, backward=backward_permute,
+)  # fmt: skip
 unpermute_op = define_op(
-    "unpermute",
-    UnpermuteInputs,
-    new=new_unpermute,
-    check_values=check_values,
-    reference=unpermute_reference,
-    triton=bind_unpermute,
-    host=host(launch_unpermute_host),
-    save=save_permute,
-    backward=backward_unpermute,
-)
+    "unpermute", UnpermuteInputs, new=new_unpermute, check_values=check_values, reference=unpermute_reference,
+    triton=bind_unpermute, host=host(launch_unpermute_host), save=save_permute, backward=backward_unpermute,
+)  # fmt: skip
 row_dots_op = define_op(
-    "row_dots",
-    RowDotsInputs,
-    new=new_row_dots,
-    check_values=check_values,
-    reference=row_dots_reference,
-    triton=bind_row_dots,
-    host=host(launch_row_dots_host),
-    save=save_row_dots,
-    backward=backward_row_dots,
-)
+    "row_dots", RowDotsInputs, new=new_row_dots, check_values=check_values, reference=row_dots_reference,
+    triton=bind_row_dots, host=host(launch_row_dots_host), save=save_row_dots, backward=backward_row_dots,
+)  # fmt: skip
 
 
 # public

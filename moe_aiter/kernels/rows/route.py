@@ -125,21 +125,12 @@ def route_backward_kernel(
     dweights_ptr,  # (T, K) or None
     dscores_ptr,  # (T, E) or None
     dlogits_ptr,  # (T, E)
-    T,
-    E,
-    scale,
-    inverse_scale,
+    T, E, scale, inverse_scale,
     dweights_strides,  # t, j
     dscores_strides,  # t, e
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    NEARLY_ALL: tl.constexpr,
-    EPSILON: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, NEARLY_ALL: tl.constexpr, EPSILON: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     e, slot = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     t_mask = t < T
@@ -247,13 +238,9 @@ def bind_route_backward(i: RouteBackwardInputs) -> Callable:
 
 # route_backward: op
 route_backward_op = define_op(
-    "route_backward",
-    RouteBackwardInputs,
-    new=new_route_backward,
-    torch=fill_route_backward,
-    triton=bind_route_backward,
-    host=host(fill_route_backward),
-)
+    "route_backward", RouteBackwardInputs, new=new_route_backward, torch=fill_route_backward,
+    triton=bind_route_backward, host=host(fill_route_backward),
+)  # fmt: skip
 
 
 # route: reference
@@ -289,18 +276,11 @@ def route_kernel(
     weights_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
     fixed_ids_ptr,  # (T, K) or None
-    T,
-    E,
-    scale,
+    T, E, scale,
     logits_strides,  # t, e
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    EPSILON: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
     NOTHING: tl.constexpr = float("-inf") if OF_LOGITS else 0.0  # adds nothing to a sum
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
@@ -436,17 +416,9 @@ def needs_own_gradient() -> bool:
 
 
 route_op = define_op(
-    "route",
-    RouteInputs,
-    outputs=3,
-    new=new_route,
-    check_values=check_fixed_ids,
-    reference=route_reference,
-    triton=bind_route,
-    host=host(launch_route_host),
-    save=save_route,
-    backward=backward_route,
-)
+    "route", RouteInputs, outputs=3, new=new_route, check_values=check_fixed_ids, reference=route_reference,
+    triton=bind_route, host=host(launch_route_host), save=save_route, backward=backward_route,
+)  # fmt: skip
 
 
 def for_graphs(impl: Callable) -> Callable:
@@ -472,28 +444,17 @@ def for_graphs(impl: Callable) -> Callable:
 
 
 route_once_op = define_op(
-    "route_once",
-    RouteOnceInputs,
-    outputs=3,
-    new=lambda i: new_route(RouteInputs(*i)),
-    save=save_route,
-    backward=backward_route,
-    **{backend: for_graphs(impl) for backend, impl in IMPLS["route"].items()},
-)
+    "route_once", RouteOnceInputs, outputs=3, new=lambda i: new_route(RouteInputs(*i)), save=save_route,
+    backward=backward_route, **{backend: for_graphs(impl) for backend, impl in IMPLS["route"].items()},
+)  # fmt: skip
 always_save("moe_aiter::route_once")
 
 
 # route: public
 def choose_experts(
-    logits: Tensor,
-    top_k: int,
-    *,
-    sigmoid: bool = False,
-    renormalize: bool = True,
-    scale: float = 1.0,
-    need_scores: bool = True,
-    fixed_ids: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+    logits: Tensor, top_k: int, *, sigmoid: bool = False, renormalize: bool = True, scale: float = 1.0,
+    need_scores: bool = True, fixed_ids: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Scores (T, E), weights (T, k) and experts (T, k) int64, the best first, for `logits` (T, E).
 
     The floats are float32, float64 for float64 logits.  Differentiable once in `logits`: float16, bfloat16,

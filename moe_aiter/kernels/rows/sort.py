@@ -61,12 +61,8 @@ def load_ids(ids_ptr, i, R, E):
 def count_kernel(
     ids_ptr,  # (R,)
     counts_ptr,  # (E, blocks) choices of each expert in each block
-    R,
-    E,
-    blocks,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    R, E, blocks, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     ids = load_ids(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), R, E)
     for first in range(0, E, BLOCK_E):
@@ -79,9 +75,8 @@ def count_kernel(
 def scan_kernel(
     counts_ptr,  # (E, blocks) becomes the choices of that expert in the blocks before
     group_sizes_ptr,  # (E,)
-    blocks,
-    BLOCK: tl.constexpr,
-):
+    blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
     e = tl.program_id(0).to(tl.int64)
     before = 0
     for first in range(0, blocks, BLOCK):
@@ -101,9 +96,8 @@ def place_choices(
     size,  # (at least E,) rows of each expert
     before,  # and how many of its choices are in the blocks before
     i,  # (BLOCK,) the choices of this block
-    R,
-    E,
-):
+    R, E,
+):  # fmt: skip
     ids = load_ids(ids_ptr, i, R, E)
     # the row of each expert's first choice in this block
     row = tl.cumsum(size, 0) - size + before
@@ -122,12 +116,9 @@ def place_kernel(
     group_sizes_ptr,  # (E,)
     order_ptr,  # (R,)
     rank_ptr,  # (R,)
-    R,
-    E,
-    blocks,
-    BLOCK: tl.constexpr,
+    R, E, blocks, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,  # at least E
-):
+):  # fmt: skip
     block, e = tl.program_id(0), tl.arange(0, BLOCK_E)
     size = tl.load(group_sizes_ptr + e, mask=e < E, other=0)
     before = tl.load(counts_ptr + e.to(tl.int64) * blocks + block, mask=e < E, other=0)
@@ -140,12 +131,10 @@ def sort_few_kernel(
     group_sizes_ptr,  # (E,)
     order_ptr,  # (R,)
     rank_ptr,  # (R,)
-    R,
-    E,
-    BLOCK: tl.constexpr,
+    R, E, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,  # at least E
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     first, e = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK_E)
     size = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
@@ -229,15 +218,9 @@ def check_on_cpu(i: SortInputs) -> None:
 
 # op
 sort_op = define_op(
-    "sort_by_expert",
-    SortInputs,
-    outputs=3,
-    new=new_sort,
-    check_values=check_ids,
-    torch=launch_sort_torch,
-    triton=bind_sort,
-    host=host(launch_sort_host),
-)
+    "sort_by_expert", SortInputs, outputs=3, new=new_sort, check_values=check_ids, torch=launch_sort_torch,
+    triton=bind_sort, host=host(launch_sort_host),
+)  # fmt: skip
 
 
 # public

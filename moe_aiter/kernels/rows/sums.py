@@ -81,15 +81,12 @@ def sum_rows(
     y_ptr,  # (M, N), or (T, N) read at order // top_k
     order_ptr,  # (M,) or None
     scale_ptr,  # (T * top_k,) read at order, or None
-    row,
-    row_end,
+    row, row_end,
     n,  # (columns,)
-    N,
-    top_k,
+    N, top_k,
     y_strides,  # m, n
-    BLOCK_M: tl.constexpr,
-    UNIT: tl.constexpr = 1,
-):
+    BLOCK_M: tl.constexpr, UNIT: tl.constexpr = 1,
+):  # fmt: skip
     """The columns n of the rows [row, row_end), added up in float32, BLOCK_M rows at a time.
 
     Rows side by side are read in whole units, with some before and behind these.
@@ -118,17 +115,11 @@ def group_sum_kernel(
     scale_ptr,  # (T * top_k,) read at order, or None
     out_ptr,  # (G, N) float32
     group_sizes_ptr,  # (G,)
-    M,
-    N,
-    G,
-    top_k,
+    M, N, G, top_k,
     y_strides,  # m, n
     out_strides,  # g, n
-    UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     N, y_strides = in_units((N, y_strides), UNIT)
     group = tl.program_id(0)
     row, row_end = group_rows(group, group_sizes_ptr, M, BLOCK_G)
@@ -199,13 +190,9 @@ def check_group_sum_values(i: GroupSumInputs) -> None:
 
 
 group_sum_op = define_op(
-    "group_sum",
-    GroupSumInputs,
-    new=new_group_sum,
-    check_values=check_group_sum_values,
-    reference=group_sum_reference,
-    triton=bind_group_sum,
-)
+    "group_sum", GroupSumInputs, new=new_group_sum, check_values=check_group_sum_values,
+    reference=group_sum_reference, triton=bind_group_sum,
+)  # fmt: skip
 
 
 # group_sum: public
@@ -255,13 +242,11 @@ def weigh_rows_kernel(
     rank_ptr,  # (T, k)
     out_ptr,  # (R, N), contiguous
     dots_ptr,  # (T, k) float32
-    R,
-    N,
+    R, N,
     x_strides,  # r, n
     y_strides,  # r, n
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One choice, and a row that has none."""
     N, x_strides, y_strides = in_units((N, x_strides, y_strides), UNIT)
     i = tl.program_id(0).to(tl.int64)
@@ -301,14 +286,9 @@ def bind_weigh_rows(i: WeighRowsInputs) -> Callable:
 # weigh_rows: op
 
 weigh_rows_op = define_op(
-    "weigh_rows",
-    WeighRowsInputs,
-    outputs=2,
-    new=new_weigh_rows,
-    check_values=check_values,
-    reference=weigh_rows_reference,
-    triton=bind_weigh_rows,
-)
+    "weigh_rows", WeighRowsInputs, outputs=2, new=new_weigh_rows, check_values=check_values,
+    reference=weigh_rows_reference, triton=bind_weigh_rows,
+)  # fmt: skip
 
 
 def scaled_rows(x: torch.Tensor, *plan: torch.Tensor) -> torch.Tensor:
@@ -324,11 +304,8 @@ def add_partial_sums_kernel(
     partial_sums_ptr,  # (P, M) float32
     rank_ptr,  # (C,)
     out_ptr,  # (C,)
-    P,
-    M,
-    C,
-    BLOCK: tl.constexpr,
-):
+    P, M, C, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out[c] = the sum of column rank[c] of the partial sums, in order; 0 for a dropped choice."""
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r = tl.load(rank_ptr + c, mask=c < C, other=-1).to(tl.int64)

@@ -75,14 +75,8 @@ def topk_kernel(
     scores_ptr,  # (T, E)
     values_ptr,  # (T, K)
     ids_ptr,  # (T, K) int64
-    T,
-    E,
-    scores_stride_t,
-    scores_stride_e,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    T, E, scores_stride_t, scores_stride_e, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     t_mask = t < T
@@ -150,16 +144,9 @@ def backward_topk(ctx, dvalues, dids):
 
 
 topk_op = define_op(
-    "topk",
-    TopkInputs,
-    outputs=2,
-    new=new_topk,
-    reference=topk_reference,
-    triton=bind_topk,
-    host=host(launch_topk_host),
-    save=save_topk,
-    backward=backward_topk,
-)
+    "topk", TopkInputs, outputs=2, new=new_topk, reference=topk_reference, triton=bind_topk,
+    host=host(launch_topk_host), save=save_topk, backward=backward_topk,
+)  # fmt: skip
 
 
 # public
