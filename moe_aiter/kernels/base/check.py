@@ -147,41 +147,37 @@ def check_flags(**flags: bool) -> None:
             raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
 
 
-def check_not_negative(**values: float) -> None:
-    """Raise unless every number is finite and at least 0."""
-    for name, number in values.items():
-        check_real(name, number)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be at least 0 and finite, not {number}")
-
-
-def check_positive(**values: float) -> None:
-    """Raise unless every number is finite and above 0."""
-    for name, number in values.items():
-        check_real(name, number)
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, not {number}")
-
-
 def check_real(name: str, number: float) -> None:
     if not is_kind(number, float):
         raise TypeError(f"{name} must be a number, not {type(number).__name__}")
 
 
-def check_finite(**values: float) -> None:
-    """Raise unless every number is finite."""
+def check_range(values: dict[str, float], within: Callable[[float], bool], words: str) -> None:
+    """Raise unless every number is `within` a range, of which `words` speak."""
     for name, number in values.items():
         check_real(name, number)
-        if not -math.inf < number < math.inf:
-            raise ValueError(f"{name} must be finite, not {number}")
+        if not within(number):
+            raise ValueError(f"{name} must be {words}, not {number}")
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise unless every number is finite and at least 0."""
+    check_range(values, lambda n: 0 <= n < math.inf, "at least 0 and finite")
+
+
+def check_positive(**values: float) -> None:
+    """Raise unless every number is finite and above 0."""
+    check_range(values, lambda n: 0 < n < math.inf, "above 0 and finite")
+
+
+def check_finite(**values: float) -> None:
+    """Raise unless every number is finite."""
+    check_range(values, lambda n: -math.inf < n < math.inf, "finite")
 
 
 def check_probability(**values: float) -> None:
     """Raise unless every number is from 0 to 1."""
-    for name, number in values.items():
-        check_real(name, number)
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be from 0 to 1, not {number}")
+    check_range(values, lambda n: 0 <= n <= 1, "from 0 to 1")
 
 
 def is_kind(value: object, kind: type) -> bool:
