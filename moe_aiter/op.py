@@ -551,10 +551,14 @@ def written_of(inputs: type) -> list[int]:
 
 
 def write_back(args: tuple[Any, ...], i: tuple[Any, ...], written: list[int]) -> None:
-    """Copy what was written to `i`, the inputs `args` as `resolved` returned them, to the latter."""
+    """Copy what was written to `i`, the inputs `args` as `resolved` returned them, to the latter.
+
+    A graph that had saved what is written now must notice.
+    """
     for n in written:
         if i[n] is not args[n]:
             args[n].copy_(i[n])
+    increment_version([args[n] for n in written if args[n] is not None])
 
 
 def extended(name: str, inputs: type, first: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -657,8 +661,6 @@ def define_inplace_op(
         if launch is not None:
             on_device_of(i[1], launch, i[0], i)
             write_back(args, i, written)
-            # a graph that had saved what is written now must notice
-            increment_version([args[n] for n in written if args[n] is not None])
 
     return register(schema_of(name, inputs, 0), inputs, run, check)
 

@@ -45,6 +45,7 @@ from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..quantize.four_bit import FourBit, check_four_bit
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
+from .inputs import check_expert_values
 from .up import ZInputs, up_gradients
 
 # add_low_rank: reference
@@ -319,17 +320,13 @@ def backward_adapted_down(ctx, dout):
     return gradients(AdaptedDownInputs, a=da, w=dw, bias=dbias, low=dlow, b=db, routing_weights=ds)
 
 
-def check_adapted_values(i: AdaptedUpInputs | AdaptedDownInputs) -> None:
-    check_plan_values(len(i.order), i.group_sizes, i.order, i.rank)
-
-
 adapted_up = define_op(
-    "adapted_up", AdaptedUpInputs, new=new_adapted_up, check_values=check_adapted_values,
+    "adapted_up", AdaptedUpInputs, new=new_adapted_up, check_values=check_expert_values,
     reference=adapted_up_reference, torch=fill_adapted_up, triton=bind_adapted_up, save=save_adapted_up,
     backward=backward_adapted_up,
 )  # fmt: skip
 adapted_down = define_op(
-    "adapted_down", AdaptedDownInputs, new=new_adapted_down, check_values=check_adapted_values,
+    "adapted_down", AdaptedDownInputs, new=new_adapted_down, check_values=check_expert_values,
     reference=adapted_down_reference, torch=fill_adapted_down, triton=launch_adapted_down,
     save=save_adapted_down, backward=backward_adapted_down,
 )  # fmt: skip

@@ -39,7 +39,6 @@ from ..base.check import (
     Index,
     Operand,
     check_fields,
-    check_plan_values,
     sum_dtype,
     take_rows,
     wide,
@@ -68,6 +67,7 @@ from ..grouped.gmm import (
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
 from .glu import GluBackwardInputs, GluInputs, glu_backward_reference, glu_reference
+from .inputs import check_expert_values
 
 
 class DownInputs(NamedTuple):
@@ -297,7 +297,7 @@ def new_expert_down_grad(i: DownGradInputs) -> tuple[Tensor, ...]:
 
 
 def new_beside_dz(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tensor]:
-    a = i.dout.new_empty(i.order.shape[0] if i.need_a else 0, i.down.shape[2])
+    a = i.z.new_empty(i.order.shape[0] if i.need_a else 0, i.down.shape[2])
     return a, i.routing_weights.new_empty(i.rank.shape, dtype=sum_dtype(i.z))
 
 
@@ -386,16 +386,14 @@ def down_gradients(
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:
     """Return dz, s * f(z) and ds as `expert_down_grad_op` does, but write dz over z."""
-    a, ds = expert_down_grad_over_z_op(dout, z, *rest)
-    torch.autograd.graph.increment_version(z)  # if another node has saved z after all, torch raises
-    return z.detach(), a, ds
+    beside = expert_down_grad_over_z_op(dout, z, *rest)
+    return z.detach(), *beside
 
 
 expert_down_op = define_op(
     "expert_down", DownInputs, new=new_expert_down,
-    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
-    reference=lambda i: gmm_unpermute_reference(i.as_gmm_unpermute()), triton=bind_expert_down,
-    backward=backward_expert_down, save=save_expert_down,
+    check_values=check_expert_values, reference=lambda i: gmm_unpermute_reference(i.as_gmm_unpermute()),
+    triton=bind_expert_down, backward=backward_expert_down, save=save_expert_down,
 )  # fmt: skip
 expert_down_grad_op = define_op(
     "expert_down_grad", DownGradInputs, outputs=3, new=new_expert_down_grad,

@@ -59,7 +59,7 @@ from ...op import (
 from ...private_api import release_saved
 from .. import hopper
 from ..base.activations import get_activation
-from ..base.check import check_plan, check_tensor, refuse_gradient, sum_dtype, take_rows
+from ..base.check import check_plan, check_tensor, refuse_gradient, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.tile import column_slices
@@ -81,7 +81,14 @@ from ..quantize.rows import (
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import unpermute
 from ..rows.sums import group_sum
-from .down import DownGradInputs, DownGradOverZInputs, down_gradients
+from .down import (
+    DownGradInputs,
+    DownGradOverZInputs,
+    down_gradients,
+    new_beside_dz,
+    new_expert_down_grad,
+    over_z,
+)
 from .glu import glu
 from .inputs import ExpertInputs, check_expert_values
 from .keep_fp8 import keeps_fp8, kept_fp8
@@ -168,16 +175,17 @@ class DownGradFp8Inputs(NamedTuple):
     interleaved: bool
     need_a: bool
 
-    def as_down_grad(self, rounded: bool = False) -> DownGradInputs:
-        """Return the inputs of `expert_down_grad` that these stand for, or of 8 bits without scales."""
-        dout, w, dtype = self.dout8, self.w8, self.z.dtype
-        if rounded:
-            dout, w = dequantize(dout, self.dout_scale, dtype), dequantize(w, self.w_scale, dtype)
-        routing, act = (self.order, self.rank, self.group_sizes), (self.activation, self.interleaved)
-        return DownGradInputs(dout, self.z, w.mT, self.routing_weights, *routing, *act, self.need_a)
-
 
 DownGradFp8OverZInputs = extended("DownGradFp8OverZInputs", DownGradFp8Inputs, z=Written)  # z becomes dz
+
+
+def as_down_grad(i: DownGradFp8Inputs | DownGradFp8OverZInputs, rounded: bool = False) -> DownGradInputs:
+    """Return the inputs of `expert_down_grad` that these stand for, or of 8 bits without scales."""
+    dout, w, dtype = i.dout8, i.w8, i.z.dtype
+    if rounded:
+        dout, w = dequantize(dout, i.dout_scale, dtype), dequantize(w, i.w_scale, dtype)
+    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    return DownGradInputs(dout, i.z, w.mT, i.routing_weights, *routing, *act, i.need_a)
 
 
 class GmmUnpermuteFp8Inputs(NamedTuple):
@@ -226,12 +234,11 @@ def rounded_gmm_unpermute(out: Tensor, i: GmmUnpermuteFp8Inputs) -> None:
 
 
 def rounded_down_grad(out: tuple[Tensor, Tensor, Tensor], i: DownGradFp8Inputs) -> None:
-    fill("expert_down_grad", out, i.as_down_grad(rounded=True))
+    fill("expert_down_grad", out, as_down_grad(i, rounded=True))
 
 
 def rounded_over_z(out: tuple[Tensor, Tensor], i: DownGradFp8OverZInputs) -> None:
-    inputs = DownGradOverZInputs(*DownGradFp8Inputs(*i).as_down_grad(rounded=True))
-    fill("expert_down_grad_over_z", out, inputs)
+    fill("expert_down_grad_over_z", out, DownGradOverZInputs(*as_down_grad(i, rounded=True)))
 
 
 # experts_fp8: launcher
@@ -280,24 +287,18 @@ def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
 
 
 @binds
-def bind_down_grad(i: DownGradFp8Inputs) -> Callable:
-    launch = hopper.bind_expert_down_grad(i.as_down_grad(), has_blocks(i.w_scale))
+def bind_down_grad(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> Callable:
+    launch = hopper.bind_expert_down_grad(as_down_grad(i), has_blocks(i.w_scale))
 
     def launch_down_grad(out, i):
-        launch(out, i.as_down_grad(), (take_rows(i.dout_scale, i.order, i.rank.shape[1]), i.w_scale))
+        launch(out, as_down_grad(i), (take_rows(i.dout_scale, i.order, i.rank.shape[1]), i.w_scale))
 
     return launch_down_grad
 
 
-@binds
-def bind_over_z(i: DownGradFp8OverZInputs) -> Callable:
-    launch = bind_down_grad(DownGradFp8Inputs(*i))
-    return lambda out, i: launch((i.z, *out), DownGradFp8Inputs(*i))
-
-
 bind_gmm_unpermute_fp8.fits = hopper.fits_gmm_unpermute_fp8
 bind_up.fits = bind_z.fits = hopper.fits_up_fp8
-bind_down_grad.fits = bind_over_z.fits = hopper.fits_down_grad_fp8
+bind_down_grad.fits = hopper.fits_down_grad_fp8
 
 
 # experts_fp8: op
@@ -307,11 +308,6 @@ def new_up(i: UpFp8Inputs) -> tuple[Tensor, Tensor]:
     R, width, projections = i.order.shape[0], i.w8.shape[1], get_activation(i.activation).projections
     z = i.x8.new_empty(R if i.save_z else 0, width, dtype=i.dtype)
     return z, z.new_empty(R, width // projections)
-
-
-def new_beside(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> tuple[Tensor, Tensor]:
-    a = i.z.new_empty(i.order.shape[0] if i.need_a else 0, i.w8.shape[1])
-    return a, i.routing_weights.new_empty(i.rank.shape, dtype=sum_dtype(i.z))
 
 
 def everywhere(launch) -> dict:
@@ -332,12 +328,12 @@ gmm_unpermute_fp8_op = define_op(
 )  # fmt: skip
 expert_down_grad_fp8_op = define_op(
     "expert_down_grad_fp8", DownGradFp8Inputs, outputs=3,
-    new=lambda i: (torch.empty_like(i.z), *new_beside(i)), **everywhere(rounded_down_grad),
+    new=lambda i: new_expert_down_grad(as_down_grad(i)), **everywhere(rounded_down_grad),
     hopper=bind_down_grad,
 )  # fmt: skip
 expert_down_grad_fp8_over_z_op = define_op(
-    "expert_down_grad_fp8_over_z", DownGradFp8OverZInputs, outputs=2, new=new_beside,
-    **everywhere(rounded_over_z), hopper=bind_over_z,
+    "expert_down_grad_fp8_over_z", DownGradFp8OverZInputs, outputs=2,
+    new=lambda i: new_beside_dz(as_down_grad(i)), **everywhere(rounded_over_z), hopper=over_z(bind_down_grad),
 )  # fmt: skip
 
 
@@ -510,9 +506,8 @@ def down_grad(
 
 def down_grad_over_z(dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest):
     """The same, but dz is in the memory of z."""
-    a, ds = expert_down_grad_fp8_over_z_op(*dout8, z, *columns(down), *rest)
-    torch.autograd.graph.increment_version(z)  # if anybody had saved z after all, torch would raise
-    return z.detach(), a, ds
+    beside = expert_down_grad_fp8_over_z_op(*dout8, z, *columns(down), *rest)
+    return z.detach(), *beside
 
 
 experts_fp8_op = define_op(

@@ -89,7 +89,7 @@ def check_experts(i: ExpertInputs) -> None:
         check_main_grad(f"{name}_main_grad", getattr(i, f"{name}_main_grad"), getattr(i, name).shape, i.x)
 
 
-def check_expert_values(i: ExpertInputs) -> None:
+def check_expert_values(i) -> None:
     """Raise ValueError for a plan that contradicts itself; this synchronises."""
     check_plan_values(i.order.shape[0], i.group_sizes, i.order, i.rank)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...op import define_op, fill, gradients
-from ..base.check import check_device, check_plan, check_plan_values, check_shape, check_tensor, needs_grad
+from ..base.check import check_device, check_plan, check_shape, check_tensor, needs_grad
 from ..grouped.tgmm import tgmm_accumulate
 from .down import expert_down_op
-from .inputs import ExpertInputs, check_experts, check_main_grad, row_bytes
+from .inputs import ExpertInputs, check_expert_values, check_experts, check_main_grad, row_bytes
 from .mlp import expert_mlp
 from .up import UpInputs, new_expert_up, up_gradients
 
@@ -95,7 +95,7 @@ def backward_expert_up_split(ctx, dz, da):
 
 expert_up_split_op = define_op(
     "expert_up_split", UpSplitInputs, outputs=2, new=new_expert_up_split,
-    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
+    check_values=check_expert_values,
     torch=launch_expert_up_split,  # of any kind: expert_up picks its own
     save=save_expert_up_split, backward=backward_expert_up_split,
 )  # fmt: skip

@@ -23,7 +23,7 @@ from ... import tuning
 from ...op import binds, define_op, gradients, saved_tensors, takes
 from .. import hopper
 from ..base.activations import get_activation
-from ..base.check import Extra, Index, Operand, check_fields, check_plan_values, take_rows
+from ..base.check import Extra, Index, Operand, check_fields, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.sources import arriving, bind_passes
 from ..base.tile import (
@@ -44,6 +44,7 @@ from ..base.tile import (
 from ..grouped.gmm import GroupedInputs, gmm_reference, gmm_unpermute_op
 from ..grouped.tgmm import weight_gradient
 from ..rows.sums import group_sum
+from .inputs import check_expert_values
 
 EPILOGUE_N = tl.constexpr(32)  # columns whose activation fits in registers beside the rest
 
@@ -287,7 +288,7 @@ def up_gradients(
 
 expert_up_op = define_op(
     "expert_up", UpInputs, outputs=2, new=new_expert_up,
-    check_values=lambda i: check_plan_values(len(i.order), i.group_sizes, i.order, i.rank),
+    check_values=check_expert_values,
     reference=expert_up_reference, triton=bind_expert_up, hopper=hopper.bind_expert_up,
     backward=backward_expert_up, save=save_expert_up,
 )  # fmt: skip
