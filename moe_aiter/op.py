@@ -562,8 +562,9 @@ def write_back(args: tuple[Any, ...], i: tuple[Any, ...], written: list[int]) ->
 
 
 def extended(name: str, inputs: type, first: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Return a NamedTuple: `first`, the fields of another, and `fields`, which may replace some of those."""
-    return NamedTuple(name, [*((first or {}) | get_type_hints(inputs, include_extras=True) | fields).items()])
+    """Return a NamedTuple: `first`, the fields of another, and `fields`: None leaves a field out."""
+    every = (first or {}) | get_type_hints(inputs, include_extras=True) | fields
+    return NamedTuple(name, [(field, kind) for field, kind in every.items() if kind is not None])
 
 
 def saving(save: Function, kind: type[Inputs]) -> Function:

@@ -139,24 +139,12 @@ class UpFp8Inputs(NamedTuple):
         return UpInputs(x, w, self.bias, *rest, 0, None)
 
 
-class ZFp8Inputs(NamedTuple):
-    """The inputs of the op `expert_z_fp8`: those of `expert_up_fp8`, of which z alone is computed."""
+ZFp8Inputs = extended("ZFp8Inputs", UpFp8Inputs, save_z=None)  # of `expert_up_fp8`, z alone is computed
 
-    x8: Tensor
-    x_scale: Tensor
-    w8: Tensor
-    w_scale: Tensor
-    bias: Tensor | None
-    order: Tensor
-    rank: Tensor
-    group_sizes: Tensor
-    activation: str
-    interleaved: bool
-    dtype: torch.dtype | None
 
-    def with_z(self) -> UpFp8Inputs:
-        """Return the inputs of `expert_up_fp8`."""
-        return UpFp8Inputs(*self[:-1], True, self.dtype)
+def with_z(i: ZFp8Inputs) -> UpFp8Inputs:
+    """Return the inputs of `expert_up_fp8`."""
+    return UpFp8Inputs(*i[:-1], True, i.dtype)
 
 
 class DownGradFp8Inputs(NamedTuple):
@@ -217,30 +205,6 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
         return GmmUnpermuteInputs(x, w, self.group_sizes, self.bias, *routing, self.row_bytes)
 
 
-# experts_fp8: reference
-
-
-def rounded_up(out: tuple[Tensor, Tensor], i: UpFp8Inputs) -> None:
-    fill("expert_up", out, i.as_up(rounded=True))
-
-
-def rounded_z(out: Tensor, i: ZFp8Inputs) -> None:
-    *inputs, _, _, _ = i.with_z().as_up(rounded=True)
-    fill("expert_z", out, ZInputs(*inputs))
-
-
-def rounded_gmm_unpermute(out: Tensor, i: GmmUnpermuteFp8Inputs) -> None:
-    fill("gmm_unpermute", out, i.rounded())
-
-
-def rounded_down_grad(out: tuple[Tensor, Tensor, Tensor], i: DownGradFp8Inputs) -> None:
-    fill("expert_down_grad", out, as_down_grad(i, rounded=True))
-
-
-def rounded_over_z(out: tuple[Tensor, Tensor], i: DownGradFp8OverZInputs) -> None:
-    fill("expert_down_grad_over_z", out, DownGradOverZInputs(*as_down_grad(i, rounded=True)))
-
-
 # experts_fp8: launcher
 
 
@@ -256,8 +220,8 @@ def bind_up(i: UpFp8Inputs, write_a: bool = True) -> Callable:
 
 @binds
 def bind_z(i: ZFp8Inputs) -> Callable:
-    launch = bind_up(i.with_z(), write_a=False)
-    return lambda z, i: launch((z, None), i.with_z())
+    launch = bind_up(with_z(i), write_a=False)
+    return lambda z, i: launch((z, None), with_z(i))
 
 
 @binds
@@ -310,30 +274,38 @@ def new_up(i: UpFp8Inputs) -> tuple[Tensor, Tensor]:
     return z, z.new_empty(R, width // projections)
 
 
-def everywhere(launch) -> dict:
-    """Return the implementations of an op that launches another op."""
+def everywhere(op: str, as_inputs: Callable) -> dict:
+    """Return the implementations of an op that launches another one, with the inputs `as_inputs(i)`."""
+
+    def launch(out, i):
+        fill(op, out, as_inputs(i))
+
     return {"torch": launch, "triton": launch}
 
 
 expert_up_fp8_op = define_op(
-    "expert_up_fp8", UpFp8Inputs, outputs=2, new=new_up, **everywhere(rounded_up), hopper=bind_up
-)
+    "expert_up_fp8", UpFp8Inputs, outputs=2, new=new_up,
+    **everywhere("expert_up", lambda i: i.as_up(rounded=True)), hopper=bind_up,
+)  # fmt: skip
 expert_z_fp8_op = define_op(
-    "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(i.with_z())[0], **everywhere(rounded_z), hopper=bind_z
-)
+    "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(with_z(i))[0],
+    **everywhere("expert_z", lambda i: ZInputs(*with_z(i).as_up(rounded=True)[:-3])), hopper=bind_z,
+)  # fmt: skip
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8", GmmUnpermuteFp8Inputs,
     new=lambda i: i.x8.new_empty(i.rank.shape[0], i.w8.shape[1], dtype=i.dtype),
-    **everywhere(rounded_gmm_unpermute), hopper=bind_gmm_unpermute_fp8,
+    **everywhere("gmm_unpermute", GmmUnpermuteFp8Inputs.rounded), hopper=bind_gmm_unpermute_fp8,
 )  # fmt: skip
 expert_down_grad_fp8_op = define_op(
     "expert_down_grad_fp8", DownGradFp8Inputs, outputs=3,
-    new=lambda i: new_expert_down_grad(as_down_grad(i)), **everywhere(rounded_down_grad),
-    hopper=bind_down_grad,
+    new=lambda i: new_expert_down_grad(as_down_grad(i)),
+    **everywhere("expert_down_grad", lambda i: as_down_grad(i, rounded=True)), hopper=bind_down_grad,
 )  # fmt: skip
 expert_down_grad_fp8_over_z_op = define_op(
     "expert_down_grad_fp8_over_z", DownGradFp8OverZInputs, outputs=2,
-    new=lambda i: new_beside_dz(as_down_grad(i)), **everywhere(rounded_over_z), hopper=over_z(bind_down_grad),
+    new=lambda i: new_beside_dz(as_down_grad(i)),
+    **everywhere("expert_down_grad_over_z", lambda i: DownGradOverZInputs(*as_down_grad(i, rounded=True))),
+    hopper=over_z(bind_down_grad),
 )  # fmt: skip
 
 

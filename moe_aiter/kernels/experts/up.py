@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import binds, define_op, gradients, saved_tensors, takes
+from ...op import binds, define_op, extended, gradients, saved_tensors, takes
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import Extra, Index, Operand, check_fields, take_rows
@@ -65,17 +65,8 @@ class UpInputs(NamedTuple):
     main_grad: Annotated[Tensor, "E, width, H"] | None  # which the gradient of gate_up is added to
 
 
-class ZInputs(NamedTuple):
-    """The inputs of the op `expert_z`: those of `expert_up`, of which z alone is computed."""
-
-    x: Annotated[Operand, "T, H"]
-    gate_up: Annotated[Operand, "E, width, H"]
-    bias: Annotated[Extra, "E, width"] | None
-    order: Annotated[Index, "R"]
-    rank: Annotated[Index, "T, k"]
-    group_sizes: Annotated[Index, "E"]
-    activation: str
-    interleaved: bool
+# those of `expert_up`, of which z alone is computed
+ZInputs = extended("ZInputs", UpInputs, save_z=None, row_bytes=None, main_grad=None)
 
 
 # reference

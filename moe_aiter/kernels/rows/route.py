@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import IMPLS, binds, bound, define_op, gradients, is_transformed, takes
+from ...op import IMPLS, binds, bound, define_op, extended, gradients, is_transformed, takes
 from ...private_api import is_exporting, softmax_gradient
 from ...replay import always_save, current_pass
 from ..base.check import Operand, check_fields, check_finite, check_float, check_whole_shape, wide
@@ -63,7 +63,7 @@ class RouteInputs(NamedTuple):
 
 
 # the inputs of the op `route_once`, which looks up `fixed_ids` itself
-RouteOnceInputs = NamedTuple("RouteOnceInputs", list(RouteInputs.__annotations__.items())[:-1])
+RouteOnceInputs = extended("RouteOnceInputs", RouteInputs, fixed_ids=None)
 
 
 class DecideInputs(NamedTuple):
