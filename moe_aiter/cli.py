@@ -110,15 +110,26 @@ def imported(place: str) -> typing.Any:
     """Import what a command names; the example from beside the package's source, never from sys.path."""
     package = place.partition(".")[0]
     if package == EXAMPLE.name and package not in sys.modules:
-        if not (EXAMPLE.parents[1] / "pyproject.toml").exists():
+        if not is_source(EXAMPLE.parents[1]):
             raise SettingError(
                 "an installed package does not contain this example, which is examples/language_model/ of "
                 f"{repository()}: clone it, and run `pip install -e '.[train]'` there"
             )
         spec = importlib.util.spec_from_file_location(package, EXAMPLE / "__init__.py")
         sys.modules[package] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[package])
+        try:
+            spec.loader.exec_module(sys.modules[package])
+        except BaseException:
+            del sys.modules[package]
+            raise
     return pkgutil.resolve_name(place)
+
+
+def is_source(folder: pathlib.Path) -> bool:
+    """Whether a folder is a checkout of this project, not a project that holds a copy of the package."""
+    project, command = folder / "pyproject.toml", EXAMPLE / "command.py"
+    there = command.is_file() and project.is_file()
+    return there and 'name = "moe-aiter"' in project.read_text("utf-8", errors="replace").splitlines()
 
 
 def repository() -> str:

@@ -149,8 +149,11 @@ def test_no_example_but_the_packages_own_is_imported(strangers):
     assert done.stdout.splitlines() == own and not (strangers / "mark").exists()
 
 
-def test_an_installed_package_says_where_the_example_is(strangers):
-    """A folder `examples` beside it is another package's."""
+@pytest.mark.parametrize("project", [None, "", '[project]\nname = "another"\n'], ids=str)
+def test_an_installed_package_says_where_the_example_is(strangers, project):
+    """A folder `examples` beside it belongs to others, such as a project with a copy of the package."""
+    if project is not None:
+        (strangers / "pyproject.toml").write_text(project)
     (strangers / "moe_aiter").mkdir()
     for path in (ROOT / "moe_aiter").glob("*.py"):
         shutil.copy(path, strangers / "moe_aiter")
@@ -160,6 +163,8 @@ def test_an_installed_package_says_where_the_example_is(strangers):
         assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
         assert done.stderr.startswith(f"moe-aiter {name}: error: an installed package does not contain this")
         assert "examples/language_model/" in done.stderr and "pip install -e '.[train]'" in done.stderr
+    old = run_in(strangers, [strangers], "-c", "import moe_aiter.training")
+    assert "ImportError: an installed package does not contain this example" in old.stderr
     listed = run_in(strangers, [strangers], *program, "--help").stdout
     assert all(name in listed for name in EXAMPLE) and not (strangers / "mark").exists()
 
