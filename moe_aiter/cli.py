@@ -1,6 +1,7 @@
 """The command `moe-aiter`: info, train, sample, plot, report, bench, tune, convert."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -117,11 +118,10 @@ def imported(place: str) -> typing.Any:
             )
         spec = importlib.util.spec_from_file_location(package, EXAMPLE / "__init__.py")
         sys.modules[package] = importlib.util.module_from_spec(spec)
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(sys.modules.pop, package)
             spec.loader.exec_module(sys.modules[package])
-        except BaseException:
-            del sys.modules[package]
-            raise
+            failed.pop_all()
     return pkgutil.resolve_name(place)
 
 
