@@ -18,6 +18,7 @@ import time
 import typing
 
 from .config import VERSION, SettingError, launch
+from .files import read_text
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model"
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
@@ -129,7 +130,7 @@ def is_source(folder: pathlib.Path) -> bool:
     """Whether a folder is a checkout of this project, not a project that holds a copy of the package."""
     project, command = folder / "pyproject.toml", EXAMPLE / "command.py"
     there = command.is_file() and project.is_file()
-    return there and 'name = "moe-aiter"' in project.read_text("utf-8", errors="replace").splitlines()
+    return there and 'name = "moe-aiter"' in read_text(project, errors="replace").splitlines()
 
 
 def repository() -> str:
