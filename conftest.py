@@ -1,9 +1,7 @@
 """What every test gets: poisoned outputs, a seed, a device, and markers that choose where a test runs."""
 
-import dataclasses
 import os
 import pathlib
-import types
 
 os.environ.setdefault("MOE_AITER_DEBUG", "1")  # before moe_aiter is imported, which reads it once
 # before the first product: cuBLAS is not deterministic without, and torch then refuses to call it so
@@ -24,26 +22,10 @@ if GPU:
     DEVICES.append(pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu))
 
 
-def hurry_interpreter():
-    """Leave out what Triton's interpreter does again or for nothing, half of its time."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, patched = interpreter._patch_lang, types.SimpleNamespace(restore=lambda: None)
-
-    def patch_once(fn):
-        """A launch patches triton.language, and each call of a device function would do so again."""
-        modules = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
-        return patch(fn) if any(tl.core.is_builtin(m.load) for m in modules) else patched
-
-    interpreter._patch_lang = patch_once
-    # it computes whether each integer overflows, and asserts it with its option `debug` alone, which is False
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-
 if interpret:
-    hurry_interpreter()
+    import hurry
+
+    hurry.hurry()
 
 
 def pytest_addoption(parser):
