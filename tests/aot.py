@@ -47,6 +47,7 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, "v_mfma"),
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024, "v_mfma"),
 }
+FEW_TARGETS = [name for name in TARGETS if name not in ("sm_89", "sm_120")]  # sm_80 stands for them
 
 PRODUCTS = {
     *("gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel", "gemm_kernel"),
@@ -56,7 +57,6 @@ PRODUCTS = {
 }
 # Triton 3.9's compilers keep one or two registers of five kernels in memory, and read one a step at most
 FEW_SPILLED = 0 if triton.__version__.startswith("3.6.") else 8  # bytes, or registers of AMD's
-TILE = {"BLOCK_M", "BLOCK_N", "BLOCK_K", "STORES", "STORE_N", "STAGES", "num_warps", "num_stages"}
 
 
 def kernels() -> dict[str, JITFunction]:
@@ -145,11 +145,9 @@ class Launch:
 
     @property
     def choices(self) -> set[tuple]:
-        """What Triton compiles for: each constant, dtype and kind of integer, and the tile as a whole."""
+        """What Triton compiles for, numbers aside: dtypes, what is there, and other constants."""
         named = {**dict(zip(self.fn.arg_names, self.args, strict=False)), **self.options}
-        constants = {*self.options, *(p.name for p in self.fn.params if p.is_constexpr)}
-        found = {(name, repr(v) if name in constants else kind(v)) for name, v in named.items()}
-        return found | {tuple(sorted((name, v) for name, v in named.items() if name in TILE))}
+        return {(name, kind(v)) for name, v in named.items()}
 
     def spilled(self) -> dict[str, int]:
         """Bytes or registers that live in memory instead of registers, where there are any.
@@ -167,12 +165,11 @@ class Launch:
 
 
 def kind(value) -> object:
-    """What Triton compiles a kernel for, of an argument that is no constant."""
     if isinstance(value, tuple):
         return tuple(map(kind, value))
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0
-    return getattr(getattr(value, "base", value), "dtype", type(value))  # a descriptor has a base
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return int
+    return getattr(getattr(value, "base", value), "dtype", repr(value))  # a descriptor has a base
 
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:
@@ -255,10 +252,10 @@ class Case:
     also: Callable[[str, list[Launch]], None] | None = None
 
     def choices(self, target: str) -> tuple[set[tuple], int]:
-        """What a compilation for `target` would cover, and the number of kernels."""
+        """What a compilation for `target` would cover of its maker's GPUs, and the number of kernels."""
         with compiling_for(TARGETS[target], compile=False) as launches:
             self.run()
-        choices = {(launch.fn, choice) for launch in launches for choice in (self.also, *launch.choices)}
+        choices = {(launch.fn, c) for launch in launches for c in (target, self.also, *launch.choices)}
         return choices, len(launches)
 
     def check(self, target: str):

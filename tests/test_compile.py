@@ -1,7 +1,7 @@
 """Every kernel compiles for every target, without a GPU: no spills, matrix instructions, in shared memory.
 
-`compile_*.py` have the cases.  `--cases all` compiles all of them; otherwise a few in which each constant,
-tile, dtype and check of each kernel occurs for each target.
+`compile_*.py` have the cases.  `--cases all` compiles all of them; otherwise a few in which each kernel
+occurs for each target, and each dtype, check and constant but numbers for NVIDIA's GPUs and for AMD's.
 """
 
 import re
@@ -22,7 +22,7 @@ import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_products as products
 import compile_rows as rows
-from aot import KERNELS, TARGETS, compiling_for, disassembled, new
+from aot import FEW_TARGETS, KERNELS, TARGETS, compiling_for, disassembled, new
 from compile_products import Dense
 from pairwise import covering
 
@@ -38,17 +38,23 @@ TABLE = {
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        every_case = metafunc.config.getoption("--cases") == "all"
-        targets = [t for t in TARGETS if every_case or t not in ("sm_89", "sm_120")]  # sm_80 stands for them
-        metafunc.parametrize("target, case", [pair for t in targets for pair in chosen(t, every_case)])
+        whole = metafunc.config.getoption("--cases") == "all"
+        metafunc.parametrize("target, case", cases(TARGETS) if whole else few_cases())
 
 
-def chosen(target, every_case):
-    names = [name for name, case in TABLE.items() if target in case.targets]
-    if not every_case:
-        choices, costs = zip(*(TABLE[name].choices(target) for name in names), strict=True)
-        names = [names[i] for i in covering(choices, costs)]
-    return [(target, name) for name in names]
+def cases(targets):
+    return [(target, name) for target in targets for name, case in TABLE.items() if target in case.targets]
+
+
+def few_cases():
+    by_maker = {}
+    for target, name in cases(FEW_TARGETS):
+        by_maker.setdefault(TARGETS[target].gpu.backend, []).append((target, name))
+    chosen = []
+    for found in by_maker.values():
+        choices, costs = zip(*(TABLE[name].choices(target) for target, name in found), strict=True)
+        chosen += [found[i] for i in covering(choices, costs)]
+    return chosen
 
 
 def test_case(target, case):
