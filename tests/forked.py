@@ -1,20 +1,30 @@
-"""Scripts that run in a process of their own, forked from one that has imported what takes seconds."""
+"""Scripts, torchrun's ranks and functions, forked from a process that has imported what takes seconds."""
 
+import contextlib
 import functools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import unittest.mock
+from collections.abc import Callable
 
-from moe_aiter.config import PREFIX
+import torch
+
+from moe_aiter.config import PREFIX, Settings, interpret, settings
 
 ROOT = pathlib.Path(__file__).parent.parent
-SLOW = ["torch._dynamo", "torch.distributed.fsdp", "moe_aiter.cli", "transformers.modeling_utils", "peft"]
+SLOW = [
+    *("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *("torch.distributed.tensor.parallel", "moe_aiter.cli", "moe_aiter.distributed", "pytest"),
+    *("transformers.modeling_utils", "peft"),
+]
 
 
 def environment() -> dict[str, str]:
@@ -28,31 +38,81 @@ def environment() -> dict[str, str]:
 def server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(SLOW)
-    compiles_nothing = environment() | {"TORCHDYNAMO_DISABLE": "1"}  # compiling takes minutes
-    with unittest.mock.patch.dict(os.environ, compiles_nothing, clear=True):
+    with unittest.mock.patch.dict(os.environ, environment(), clear=True):
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 def run(
-    script: pathlib.Path, *words: object, cwd: pathlib.Path = ROOT, **variables: str
+    script: pathlib.Path, *words: object, cwd: pathlib.Path = ROOT, ranks: int = 0, **variables: str
 ) -> subprocess.CompletedProcess:
-    """Run `python script words` in the folder `cwd`, with these environment variables."""
+    """Run `python script words`, or `torchrun script words` with so many ranks, in the folder `cwd`."""
+    variables = {"TORCHDYNAMO_DISABLE": "1"} | variables  # compiling takes minutes
     with tempfile.TemporaryDirectory() as out:
         files = [pathlib.Path(out, name) for name in ("stdout", "stderr")]
-        process = server().Process(
-            target=become, args=(str(script), [*map(str, words)], cwd, files, variables)
-        )
-        process.start()
-        process.join()
+        processes = []
+        for told in [{}] if not ranks else torchrun(ranks):
+            given = str(script), [*map(str, words)], cwd, files, variables | told
+            processes.append(server().Process(target=become, args=given))
+            processes[-1].start()
+        wait(processes)
         printed = [file.read_text() for file in files]
-    return subprocess.CompletedProcess([script, *words], process.exitcode, *printed)
+    status = next((p.exitcode for p in processes if p.exitcode), 0)
+    return subprocess.CompletedProcess([script, *words], status, *printed)
+
+
+def wait(processes: list[multiprocessing.process.BaseProcess]) -> None:
+    """Wait for all, or for the first that fails: the others would wait for its messages."""
+    while running := [p for p in processes if p.exitcode is None]:
+        multiprocessing.connection.wait([p.sentinel for p in running])
+        if any(p.exitcode for p in processes):
+            for p in running:
+                p.kill()
+
+
+def torchrun(ranks: int) -> list[dict[str, str]]:
+    """The variables with which torchrun starts each rank."""
+    with contextlib.closing(socket.create_server(("localhost", 0))) as free:
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def become(script: str, words: list[str], cwd: pathlib.Path, files: list[pathlib.Path], variables: dict):
     for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.update(variables)
     sys.argv, sys.path[0] = [script, *words], os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
+    if "RANK" in variables:
+        end()
+
+
+def end() -> None:
+    """End this process at once: gloo's threads may abort it while Python ends, in plain torch too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def call(function: Callable, world: int, *args: object) -> None:
+    """Call `function(rank, *args)` in `world` processes with the settings of this one; raise their errors."""
+    server()
+    torch.multiprocessing.start_processes(
+        with_settings, (function, settings, dict(os.environ), *args), world, start_method="forkserver"
+    )
+
+
+def with_settings(rank: int, function: Callable, given: Settings, variables: dict, *args: object) -> None:
+    for name, value in vars(given).items():
+        object.__setattr__(settings, name, value)  # those of the server are a user's
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    if interpret:
+        import hurry
+
+        hurry.hurry()
+    function(rank, *args)

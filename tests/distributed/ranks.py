@@ -5,13 +5,18 @@ import pathlib
 import warnings
 from collections.abc import Callable
 
+import forked
 import torch
 import torch.distributed as dist
 
 
 def run(world: int, function: Callable, folder: pathlib.Path, backend: str = "gloo") -> None:
     """Call `function(rank, world, folder)` in `world` processes; an error in one of them is raised."""
-    torch.multiprocessing.spawn(one_rank, (world, function, folder, backend), nprocs=world)
+    given = world, function, folder, backend
+    if backend == "nccl":  # CUDA does not bear a fork
+        torch.multiprocessing.spawn(one_rank, given, nprocs=world)
+    else:
+        forked.call(one_rank, world, *given)
 
 
 def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, backend: str) -> None:

@@ -1,5 +1,6 @@
 """`LoRAExperts`, and experts of 4 bits, shared by two processes: as one process with the joined batch."""
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,7 +71,6 @@ def step(model: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> dict:
 
 
 def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     mesh = expert_mesh("cpu", WORLD)
     x, dout = (t[rank] for t in batch())
@@ -136,7 +136,7 @@ def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("lora")
-    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    forked.call(one_rank, WORLD, str(folder))
     results = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
     return [one | {"folder": folder} for one in results]
 

@@ -4,8 +4,6 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import forked
 import pytest
@@ -15,14 +13,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 SMALL = {"hidden": 64, "num-experts": 4, "top-k": 2, "layers": 1, "sequence": 32, "batch": 4, "steps": 24}
 
 
-def run(example, *flags, processes=None):
-    script = ROOT / "examples" / f"{example}.py"
-    if processes is None:
-        return forked.run(script, *flags, CUDA_VISIBLE_DEVICES="")
-    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"
-    command = sys.executable, *launcher, ROOT / "tests" / "ends_at_once.py", script, *flags
-    env = forked.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=env, text=True, capture_output=True)
+def run(example, *flags, ranks=0):
+    return forked.run(ROOT / "examples" / f"{example}.py", *flags, ranks=ranks, CUDA_VISIBLE_DEVICES="")
 
 
 def output(example, *flags, **options):
@@ -49,14 +41,14 @@ def test_train_from_scratch(tmp_path):
 def test_expert_parallel(tmp_path):
     """Two processes train, and one continues as two would."""
     pytest.importorskip("safetensors", reason="safetensors is not installed")
-    printed = output("expert_parallel", "--ep=2", "--steps=4", f"--out={tmp_path}", processes=2)
+    printed = output("expert_parallel", "--ep=2", "--steps=4", f"--out={tmp_path}", ranks=2)
     first = float(re.search(r"step 4: loss ([\d.]+)", printed)[1])
     losses = []
     for processes in (2, 1):
         out = tmp_path / str(processes)
         shutil.copytree(tmp_path / "4", out / "4")
         flags = f"--ep={processes}", "--steps=6", "--resume=4", f"--out={out}"
-        printed = output("expert_parallel", *flags, processes=processes)
+        printed = output("expert_parallel", *flags, ranks=processes)
         losses.append(float(re.search(r"step 6: loss ([\d.]+)", printed)[1]))
     assert losses[0] < first and abs(losses[0] - losses[1]) < 0.01
 

@@ -1,5 +1,6 @@
 """torchtitan's expert parallelism on our dispatcher: two processes beside one with the joined batch."""
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,7 +60,6 @@ def shared(case: str, mesh) -> nn.Module:
 
 
 def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     set_spmd_backend("partial_dtensor")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
@@ -78,7 +78,7 @@ def one_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("torchtitan")
-    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    forked.call(one_rank, WORLD, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

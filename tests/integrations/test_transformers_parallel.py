@@ -1,5 +1,6 @@
 """Expert parallelism of transformers on our dispatcher: two processes beside one with the joined batch."""
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,7 +67,6 @@ def load(folder: str, name: str, experts: str = NAME, **config):
 
 
 def one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     tokens, results = batch()[rank], {}
     for name, (_, _, constants, options) in CASES.items():
@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
     for name, (family, changes, _, _) in CASES.items():
         torch.manual_seed(0)
         tiny_model(family, **changes).save_pretrained(folder / name)
-    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    forked.call(one_rank, WORLD, str(folder))
     return folder
 
 

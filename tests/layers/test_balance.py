@@ -3,6 +3,7 @@
 import copy
 import io
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -220,7 +221,7 @@ def one_rank(rank, folder, world):
 
 
 def test_counts_are_summed_over_ranks(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path), 2), nprocs=2)
+    forked.call(one_rank, 2, str(tmp_path), 2)
     (a_loads, a_bias), (b_loads, b_bias) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for layer in range(2):
         assert torch.equal(a_bias[layer], b_bias[layer])

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -156,7 +157,7 @@ def one_rank(rank, folder):
 def ranks(tmp_path_factory):
     """The results of both ranks in all cases: one start of processes, which takes longer than the cases."""
     folder = tmp_path_factory.mktemp("fsdp")
-    torch.multiprocessing.spawn(one_rank, (str(folder),), nprocs=WORLD)
+    forked.call(one_rank, WORLD, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

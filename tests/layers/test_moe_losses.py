@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import forked
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -176,7 +177,7 @@ def one_rank(rank, folder, world):
 
 
 def test_the_global_loss_counts_over_ranks(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path), 2), nprocs=2)
+    forked.call(one_rank, 2, str(tmp_path), 2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     moe = build()
     moe.load_state_dict(ranks[0][2])

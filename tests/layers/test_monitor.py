@@ -3,6 +3,7 @@
 import copy
 import io
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -301,7 +302,7 @@ def one_rank(rank, folder, world):
 
 
 def test_ranks_are_summed(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path), 2), nprocs=2)
+    forked.call(one_rank, 2, str(tmp_path), 2)
     (a, both), (b, other) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     for layer, s in both.items():
         assert s.choices.tolist() == (a[layer].choices + b[layer].choices).tolist()

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from language_model import UsageError, presets
@@ -54,7 +55,7 @@ def run_on(world: int, *commands: list[str]) -> list[int]:
     """Run the commands, one after the other, on so many ranks.  Return the statuses, those of each rank."""
     # a port that the system gives is one that it may give to other connections before a command needs it
     ports = random.SystemRandom().sample(range(10_000, 32_768), len(commands))
-    torch.multiprocessing.spawn(on_rank, (world, ports, commands), world)
+    forked.call(on_rank, world, world, ports, commands)
     statuses = [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(world)]
     assert all(found == statuses[0] for found in statuses)
     assert not any(Path(f"rank-{rank}.txt").read_text() for rank in range(1, world))
