@@ -2,10 +2,17 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from moe_aiter.op import IMPLS, INPUTS, bound
+
+
+def few(values, *those, several: bool = False) -> list:
+    """Parameters of a test, each of `several` values: `make test` takes those named, `make test-full` all."""
+    values = [(v, pytest.param(*(v if several else (v,)), marks=pytest.mark.full)) for v in values]
+    return [v if v in those else full for v, full in values]
 
 
 def fits(op: str, *inputs) -> bool:

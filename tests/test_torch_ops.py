@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from check import few
 from samples import SAMPLES
 
 ASK = "torch.ops.moe_aiter.mha_fwd.default, torch.ops.moe_aiter.route.default"
@@ -19,15 +20,12 @@ def run(script: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import torch, moe_aiter",
-        "import moe_aiter, torch",
-        "import torch\nfrom moe_aiter.kernels.rows.topk import topk",
-        "from moe_aiter import topk\nimport torch",
-    ],
-)
+FROM = "from moe_aiter import topk\nimport torch"
+IMPORTS = ["import torch, moe_aiter", "import moe_aiter, torch", FROM]
+IMPORTS += ["import torch\nfrom moe_aiter.kernels.rows.topk import topk"]
+
+
+@pytest.mark.parametrize("imports", few(IMPORTS, IMPORTS[0], FROM))
 def test_an_op_is_there_when_asked_for(imports):
     run(f"{imports}\n{ASK}\nassert not hasattr(torch.ops.moe_aiter, 'nothing')")
 

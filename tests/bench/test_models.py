@@ -199,6 +199,7 @@ def test_every_contender_has_a_row(toys, tmp_path, capsys):
     assert {row["layout"] for row in found if row["model"] == "geglu"} == {"transposed"}
 
 
+@pytest.mark.full
 def test_compiled_code_is_a_contender(toys, tmp_path):
     path = tmp_path / "models.csv"
     assert run("--device", "cpu", "--model", "plain", "--reps", 1, "--only", "compiled", "--out", path) == 0

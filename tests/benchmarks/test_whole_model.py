@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 import torch
+from check import few
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -33,7 +34,7 @@ def losses(row):
     return [float(row[f"loss_{i}"]) for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("name", whole_model.MODELS)
+@pytest.mark.parametrize("name", few(whole_model.MODELS, "gpt-oss-20b"))
 def test_losses_are_those_of_transformers(name, tmp_path):
     """The second and third follow from the gradients."""
     pytest.importorskip("peft", reason="PEFT is not installed")
@@ -62,6 +63,7 @@ def test_our_experts_run_fused_at_the_published_widths(name):
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
+@pytest.mark.full
 def test_compiled_layers(monkeypatch, tmp_path):
     """Without a graph break."""
     pytest.importorskip("peft", reason="PEFT is not installed")

@@ -91,7 +91,7 @@ def test_the_page_s_file_is_followed(files, as_mi300, caplog):
 @pytest.mark.parametrize(
     "variables",
     [
-        {"AITER_CONFIG_GEMM_BF16": "{0}"},
+        pytest.param({"AITER_CONFIG_GEMM_BF16": "{0}"}, marks=pytest.mark.full),
         {"MOE_AITER_CONFIG_GEMM_BF16": "{0}", "AITER_CONFIG_GEMM_BF16": "nowhere.csv:else.csv"},
     ],
 )

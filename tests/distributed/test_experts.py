@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from check import error
+from check import error, few
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -394,7 +394,7 @@ def everything(rank, world, _):
         check(rank, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", few([2, 4], 2))
 def test_shared_experts(world, tmp_path):
     run(world, everything, tmp_path)
 
@@ -552,6 +552,6 @@ def through_memory(rank, world, folder):
         check_other_tokens(rank, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", few([2, 3], 3))
 def test_shared_experts_through_memory(world, tmp_path):
     run(world, through_memory, tmp_path)

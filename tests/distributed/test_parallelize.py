@@ -1,13 +1,14 @@
 """Models sharded by `parallelize` against one process with the batches of all ranks."""
 
 import copy
+import functools
 import math
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
-from check import error
+from check import error, few
 from hostile import Plant
 from safetensors.torch import load_file
 from torch import nn
@@ -43,7 +44,6 @@ if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 
 E, T, H = 16, 24, 32
-MESHES = {2: (1, 2), 4: (2, 4)}  # ranks -> ep
 
 
 class Block(nn.Module):
@@ -385,9 +385,9 @@ def test_reduce_dtypes_of_three_ranks(tmp_path):
     run(3, reduce_dtypes, tmp_path)
 
 
-def everything(rank, world, folder):
-    reduce_dtypes(rank, world, folder)
-    for ep in MESHES[world]:
+def everything(rank, world, folder, meshes):
+    for ep in meshes:
+        check_reduce_dtypes(rank, world, ep)
         check_steps(rank, world, ep, folder)
         check_a_rank_without_rows(rank, world, ep)
         check_experts_alone(rank, world, ep)
@@ -406,14 +406,16 @@ def everything(rank, world, folder):
         check_steps(rank, world, 2, memory)
         check_a_rank_without_rows(rank, world, 2)
         check_memory_options(rank, world, 2)
-    for ep in MESHES[world]:
+    for ep in meshes:
         check_load(world, ep, folder)
+    check_structures(rank, world, world)  # some ranks have no expert
 
 
-def test_sharded_models(tmp_path):
-    run(4, everything, tmp_path)
+@pytest.mark.parametrize("whole", few([True, False], False))
+def test_sharded_models(whole, tmp_path):
+    run(4, functools.partial(everything, meshes=(1, 2, 4) if whole else (2,)), tmp_path)
     (tmp_path / "store").unlink()
-    run(2, everything, tmp_path)
+    run(2, functools.partial(everything, meshes=(1, 2)), tmp_path)
     check_load(1, 1, tmp_path)
 
 

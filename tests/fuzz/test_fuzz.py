@@ -18,8 +18,8 @@ from .draw import ON_GPU, Draw
 from .hold import TARGETS, Ambiguous, results, run_case, trained_names
 from .run import case_number, try_case
 
-CASES = 300 if interpret else 2000
-CHUNKS = 20 if interpret else 50  # processes share them
+CASES = 300 if interpret else 1000
+CHUNKS = 20 if interpret else 25  # processes share them
 
 
 # public names that compute nothing that a loop could check, and what tests them

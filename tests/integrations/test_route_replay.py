@@ -120,6 +120,7 @@ def test_checkpointing_and_padding(reentrant):
         assert (ids[3] == E).all() and (weights[3] == 0).all()
 
 
+@pytest.mark.full
 def test_compiled():
     torch.compiler.reset()
     model, tokens = tiny_model("qwen3_moe", experts=NAME), torch.randint(1, VOCAB, (1, 5))

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from check import few
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,7 +163,10 @@ def test_parts_of_the_model(device):
         assert torch.equal(p.grad, other.grad)
 
 
-@pytest.mark.parametrize("whole, repeats", [(True, False), (True, True), (False, False), (False, True)])
+BOTH = [(True, False), (True, True), (False, False), (False, True)]
+
+
+@pytest.mark.parametrize("whole, repeats", few(BOTH, (True, True), (False, False), several=True))
 def test_compiled(device, whole, repeats):
     """The model with checkpoints inside, or each layer inside of one; a second step compiles nothing anew."""
     torch.compiler.reset()

@@ -6,6 +6,7 @@ import io
 import forked
 import pytest
 import torch
+from check import few
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -99,7 +100,7 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few(MODES, *MODES[:4], "compiled outside"))
 def test_every_choice_counts_once(device, mode):
     """Under every kind of checkpointing, over micro-batches; not in evaluation."""
     torch.compiler.reset()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from check import few
 from torch import nn
 
 from moe_aiter import Capacity, balance_step, use_main_grad
@@ -62,8 +63,10 @@ def check_compiled(device, backend, options, masked):
     assert load is None or torch.equal(block.moe.load, load)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("options", OPTIONS)
+EITHER = [(options, masked) for masked in (True, False) for options in OPTIONS]
+
+
+@pytest.mark.parametrize("options, masked", few(EITHER, *EITHER[: len(OPTIONS) + 1], several=True))
 def test_one_graph(device, options, masked):
     check_compiled(device, "aot_eager", options, masked)
 

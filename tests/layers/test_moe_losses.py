@@ -6,6 +6,7 @@ import pickle
 import forked
 import pytest
 import torch
+from check import few
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Capacity, MoE, balance_step, load_balance_loss, sequence_balance_loss, z_loss
@@ -68,8 +69,11 @@ def test_attached_losses_are_added_losses(device, names, masked):
         torch.testing.assert_close(got.grad, expected.grad)
 
 
-@pytest.mark.parametrize("how", ["eager", "compile", "capacity"])
-@pytest.mark.parametrize("shape", [(32,), (1, 32), (4, 8)])
+SHAPES = [(32,), (1, 32), (4, 8)]
+HOWS = [(how, shape) for how in ("eager", "capacity", "compile") for shape in SHAPES]
+
+
+@pytest.mark.parametrize("how, shape", few(HOWS, *HOWS[:6], HOWS[-1], several=True))
 def test_packed_sequences(device, shape, how):
     """Of lengths 5, 20 and 7: the layer's loss is the mean of theirs."""
     options = {"capacity": Capacity(1.0, "position")} if how == "capacity" else {}

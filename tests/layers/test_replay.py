@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from check import few
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -153,8 +154,11 @@ def check_gradients(device, flavour, options):
         assert net.moe.load.sum() == T * K
 
 
-@every_flavour
-@pytest.mark.parametrize("options", ["softmax", "full"])
+ALL = [(flavour, options) for options in ("softmax", "full") for flavour in FLAVOURS]
+FEW = [(flavour, options) for flavour, options in ALL if flavour in EAGER or options == "full"]
+
+
+@pytest.mark.parametrize("flavour, options", few(ALL, *FEW, several=True))
 def test_the_first_routing_holds(device, flavour, options):
     check_gradients(device, flavour, OPTIONS[options])
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from check import few
 
 RUN = pathlib.Path(__file__).parent / "run.py"
 TESTS = """
@@ -104,7 +105,7 @@ def test_a_checkout_is_counted(tmp_path):
     assert "* tests/test_mlp.py: 1 failed: AssertionError: no" in out
 
 
-@pytest.mark.parametrize("suite", WHAT_SHIMS_HAVE)
+@pytest.mark.parametrize("suite", few(WHAT_SHIMS_HAVE, "flashinfer"))
 def test_a_shim_has_what_the_tests_use(tmp_path, suite):
     name, text = WHAT_SHIMS_HAVE[suite]
     for path, content in {**BESIDE, name: text}.items():
@@ -115,6 +116,7 @@ def test_a_shim_has_what_the_tests_use(tmp_path, suite):
     assert f"| {suite} | {name} | 1 | 0 | {large} | 0 |" in out.splitlines(), out + err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "counts"),
     [("import no_such_package", "0 | 0 | 1 | 0"), ("import scattermoe.no", "0 | 1 | 0 | 0")],
