@@ -255,7 +255,8 @@ class Case:
         """What a compilation for `target` would cover of its maker's GPUs, and the number of kernels."""
         with compiling_for(TARGETS[target], compile=False) as launches:
             self.run()
-        choices = {(launch.fn, c) for launch in launches for c in (target, self.also, *launch.choices)}
+        check = getattr(self.also, "__qualname__", self.also)
+        choices = {(launch.fn, c) for launch in launches for c in (target, check, *launch.choices)}
         return choices, len(launches)
 
     def check(self, target: str):
