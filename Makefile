@@ -19,8 +19,9 @@ READY := $(VENV)/.installed
 endif
 
 # two processes of one thread each are faster than one of two on these small shapes; those who are done take
-# tests from the others, since neighbours compile the same kernels and are slow together
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
+# tests from the others, since neighbours compile the same kernels and are slow together; without files of bytecode,
+# every process would compile all modules and tests anew
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
 .PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu lint docs dist bench sanitize sanitize-threads sanitize-gpu
