@@ -9,7 +9,6 @@ sums.  It consists of torch's own ops, whose gradients, fakes and compiled forms
 """
 
 import logging
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,10 @@ from ..kernels.base.check import (
     cast_as_linear,
     check_axes,
     check_device,
+    check_finite,
     check_flags,
     check_float,
-    check_real,
+    check_range,
     check_tensor,
 )
 from ..kernels.dense.attention_mask import lowest, mask_bias, zero_rows
@@ -187,12 +187,8 @@ def with_all_or_some(mask: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def check_attention_options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
     check_flags(is_causal=is_causal)
     if scale is not None:
-        check_real("scale", scale)
-        if not abs(scale) < math.inf:
-            raise ValueError(f"scale must be finite, not {scale}")
-    check_real("dropout_p", dropout_p)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be from 0 to below 1, not {dropout_p}")
+        check_finite(scale=scale)
+    check_range({"dropout_p": dropout_p}, lambda p: 0 <= p < 1, "from 0 to below 1")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_real, check_sizes
+from ..kernels.base.check import check_range, check_sizes
 from ..kernels.rows.route import decide
 from ..kernels.rows.topk import topk
 from .scores import Scored
@@ -72,9 +72,7 @@ class GroupLimit(Choice):
             raise ValueError(f"top_groups is {self.top_groups} but num_groups is {self.num_groups}")
         if self.score not in ("max", "top2"):
             raise ValueError(f"unknown score {self.score!r} of a group; known: max, top2")
-        check_real("masked", self.masked)
-        if self.masked not in (0, -math.inf):
-            raise ValueError(f"masked must be 0 or -inf, not {self.masked}")
+        check_range({"masked": self.masked}, lambda n: n in (0, -math.inf), "0 or -inf")
 
     def check(self, top_k: int, num_experts: int) -> None:
         if num_experts % self.num_groups:
@@ -135,9 +133,7 @@ class TopP(Choice):
     p: float
 
     def __post_init__(self) -> None:
-        check_real("p", self.p)
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p must be above 0 and at most 1, not {self.p}")
+        check_range({"p": self.p}, lambda p: 0 < p <= 1, "above 0 and at most 1")
 
     def choose(
         self, scored: Scored, ranked: Tensor, top_k: int, mask: Tensor | None

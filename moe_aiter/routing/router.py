@@ -12,6 +12,7 @@ from ..kernels.base.check import (
     check_float,
     check_parameter_dtype,
     check_positive,
+    check_range,
     check_shape,
     check_size,
     check_sizes,
@@ -282,8 +283,7 @@ class Router(nn.Module):
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.choice, self.jitter = choice, jitter
-        if not 0 <= jitter < 1:  # NaN too
-            raise ValueError(f"jitter must be from 0 to below 1, not {jitter}")
+        check_range({"jitter": jitter}, lambda share: 0 <= share < 1, "from 0 to below 1")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         chosen_by = torch.zeros(num_experts, device=device, dtype=torch.float32) if selection_bias else None

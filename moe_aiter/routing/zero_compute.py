@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_real, check_sizes
+from ..kernels.base.check import check_range, check_sizes
 from .plan import RoutePlan
 
 
@@ -44,9 +44,8 @@ class ZeroCompute:
         if not self.count:
             raise ValueError("identity and zero are both 0: there is nothing to choose")
         if self.real_share is not None:
-            check_real("real_share", self.real_share)
-            if not 1e-4 <= self.real_share <= 1 - 1e-4:  # NaN too
-                raise ValueError(f"real_share must be from 0.0001 to 0.9999, not {self.real_share}")
+            share = {"real_share": self.real_share}
+            check_range(share, lambda n: 1e-4 <= n <= 1 - 1e-4, "from 0.0001 to 0.9999")
 
     @property
     def count(self) -> int:
