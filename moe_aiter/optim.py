@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from .kernels.base.activations import get_activation
-from .kernels.base.check import check_not_negative, check_sizes, checked, is_kind
+from .kernels.base.check import check_known, check_not_negative, check_sizes, checked, is_kind
 from .layers import Experts, OptimizedMoELayer
 from .layers.experts import SharedExpert
 from .layers.fuse import FusedLinear
@@ -96,8 +96,7 @@ class Muon(torch.optim.Optimizer):
     ):
         check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum, eps=eps)
         check_sizes(ns_steps=ns_steps)
-        if adjust_lr_fn not in SCALES:
-            raise ValueError(f"unknown adjust_lr_fn {adjust_lr_fn!r}; known: {', '.join(SCALES)}")
+        check_known("adjust_lr_fn", adjust_lr_fn, SCALES)
         if not isinstance(betas, (tuple, list)) or not all(is_kind(beta, float) for beta in betas):
             raise TypeError(f"betas must be two numbers, not {betas!r}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -120,8 +119,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         if (halves := group["halves"]) is None:
             return
-        if halves not in HALVES:
-            raise ValueError(f"unknown halves {halves!r}; known: {', '.join(HALVES)}")
+        check_known("halves", halves, HALVES)
         axis, odd = (-1, "columns") if HALVES[halves][0] else (-2, "rows")
         for p in group["params"]:
             if p.dim() in (2, 3) and p.shape[axis] % 2:

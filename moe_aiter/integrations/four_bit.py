@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.base.check import check_parameter_dtype, checked
+from ..kernels.base.check import check_known, check_parameter_dtype, checked
 from ..kernels.quantize.four_bit import FORMATS, quantized
 from ..layers.four_bit import FourBitWeight
 from ..private_api import own_parameters
@@ -36,8 +36,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
     decorator, experts with adapters or that ranks share, and a weight that has no 4 bits, which stays then.
     """
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    check_known("format", format, FORMATS)
     register()
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:

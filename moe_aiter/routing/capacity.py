@@ -6,7 +6,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_axes, check_positive
+from ..kernels.base.check import check_axes, check_known, check_positive
 from .plan import RoutePlan, make_plan
 from .zero_compute import ZeroCompute, real_experts
 
@@ -34,8 +34,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         check_positive(factor=self.factor)
-        if self.drop not in POLICIES:
-            raise ValueError(f"unknown drop {self.drop!r}; known: {', '.join(POLICIES)}")
+        check_known("drop", self.drop, POLICIES)
 
 
 def drop_over_capacity(

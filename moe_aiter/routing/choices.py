@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import check_range, check_sizes
+from ..kernels.base.check import check_known, check_range, check_sizes
 from ..kernels.rows.route import decide
 from ..kernels.rows.topk import topk
 from .scores import Scored
@@ -111,8 +111,7 @@ class Forced(Choice):
     takes_bias = False
 
     def __post_init__(self) -> None:
-        if self.how not in ("round_robin", "random"):
-            raise ValueError(f"unknown how {self.how!r}; known: round_robin, random")
+        check_known("how", self.how, ("round_robin", "random"))
 
     def pick(self, ranked: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
         if self.how == "random":
@@ -249,8 +248,7 @@ class TokenRounding(Choice):
 
     def __post_init__(self) -> None:
         check_sizes(tile=self.tile)
-        if self.to not in ("down", "up", "nearest"):
-            raise ValueError(f"unknown to {self.to!r}; known: down, up, nearest")
+        check_known("to", self.to, ("down", "up", "nearest"))
         if self.max_added is not None:
             check_sizes(max_added=self.max_added)
             if self.to == "down":

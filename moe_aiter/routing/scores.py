@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.base.check import check_finite
+from ..kernels.base.check import check_finite, check_known
 from ..kernels.rows.route import needs_own_gradient, shares_backward, weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
@@ -23,8 +23,7 @@ def check_score(score: str, renormalize: bool | None, top_k: int, most: int | No
     """
     single = (top_k if most is None else most) == 1
     case = "top_k=1" if top_k == 1 else "one expert a token"
-    if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known: {', '.join(SCORES)}")
+    check_known("score", score, SCORES)
     if renormalize is not None and not isinstance(renormalize, bool):
         raise TypeError(f"renormalize must be a bool or None, not {type(renormalize).__name__}")
     if score == "topk_softmax":

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...kernels.base.check import check_axes, check_device, check_tensor
+from ...kernels.base.check import check_axes, check_device, check_known, check_tensor
 from ...kernels.base.fp8 import FP8
 from ...kernels.grouped.masked_gmm import scaled_bmm
 from ...layers.segment import SegmentGEMMWrapper
@@ -26,8 +26,7 @@ def bmm_fp8(
 
     Raises ValueError for shapes, devices, scales and `dtype` that do not fit, TypeError for other operands.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    check_known("backend", backend, BACKENDS)
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be float16 or bfloat16, not {dtype}")
     if out is not None:

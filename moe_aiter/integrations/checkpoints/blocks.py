@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ...kernels.base.check import checked
+from ...kernels.base.check import check_known, checked
 from ...layers.moe import MoE
 from ..transformers import four_bits_of, known_gate, names_of
 from .families import FAMILIES, Family, Piece
@@ -75,8 +75,7 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     Raises ValueError for another model_type, and for an MoE whose tensors do not fit such a block.
     """
     known = [name for name, family in FAMILIES.items() if family.block_class]
-    if model_type not in known:
-        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(known)}")
+    check_known("model_type", model_type, known)
     ours, experts, family = dict(moe.state_dict()), moe.experts, FAMILIES[model_type]
     kwargs = {"num_experts": moe.num_experts, "hidden": moe.hidden, "intermediate": experts.intermediate}
     kwargs["bias"] = model_type == "gpt_oss"

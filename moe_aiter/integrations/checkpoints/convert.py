@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...files import FULL, drafted_folder
-from ...kernels.base.check import checked
+from ...kernels.base.check import check_known, checked
 from ...layers.moe import MoE
 from .blocks import new_moe
 from .files import Checkpoint, CheckpointError, check_target, write_checkpoint
@@ -55,8 +55,7 @@ def convert(
     from the formula, a `target` that is not empty; and OSError, for a full disk with the size of the new
     checkpoint.  Then `target` is as it was before.  ImportError if safetensors is missing.
     """
-    if to not in LAYOUTS:
-        raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS)}")
+    check_known("to", to, LAYOUTS)
     target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
     plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found, to == "hub")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels.base.check import check_not_negative, check_sizes, checked
+from ...kernels.base.check import check_known, check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_moe, write_converted
 from .families import FAMILIES, OURS, Family, Part
@@ -55,8 +55,7 @@ def upcycle(
 
     Raises as `convert` does.
     """
-    if to not in LAYOUTS[:2]:  # "huggingface" has the keys of the hub here
-        raise ValueError(f"unknown to {to!r}; known: {', '.join(LAYOUTS[:2])}")
+    check_known("to", to, LAYOUTS[:2])  # "huggingface" has the keys of the hub here
     check_sizes(num_experts=num_experts, top_k=top_k)
     check_not_negative(noise=noise, router_std=router_std)
     target = check_target(target, shard_bytes, progress)

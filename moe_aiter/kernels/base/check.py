@@ -9,7 +9,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated
 
 import torch
@@ -60,6 +60,12 @@ def check_size(what: str, size: int, other: str, expected: int) -> None:
     """Raise unless two sizes agree, naming both: `x is (M, K=64) but w is (G, K=32, N)`."""
     if size != expected:
         raise ValueError(f"{what.format(size)} but {other.format(expected)}")
+
+
+def check_known(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
 
 def check_axes(**tensors: tuple[Tensor, str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..base.activations import get_activation
-from ..base.check import check_sizes
+from ..base.check import check_known, check_sizes
 from .fp8 import RECIPES
 from .glu import glu
 
@@ -27,8 +27,7 @@ class ExpertOptions:
             raise ValueError(f"interleaved=True, but {what}")
         if self.row_chunks is not None:
             check_sizes(row_chunks=self.row_chunks)
-        if self.recompute not in ("none", "z"):
-            raise ValueError(f"unknown recompute {self.recompute!r}; known: none, z")
+        check_known("recompute", self.recompute, ("none", "z"))
         if self.fp8 not in (None, *RECIPES):
             raise ValueError(f"unknown fp8 {self.fp8!r}; known: None, {', '.join(RECIPES)}")
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.check import check_axes, check_device, check_shape
+from ..base.check import check_axes, check_device, check_known, check_shape
 from ..base.launch import bind_kernel, cdiv, jit_kernel, tl
 from ..base.tile import dense
 
@@ -113,8 +113,7 @@ class FourBit:
 
 def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
     """Raise unless these are the parts of a `FourBit`."""
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
+    check_known("format", format, FORMATS)
     check_axes(packed=(packed, "E, N, half"), scales=(scales, "E, N, blocks"))
     E, half, block = len(packed), packed.shape[2], FORMATS[format].block
     if 2 * half != scales.shape[2] * block:

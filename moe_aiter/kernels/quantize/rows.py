@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op, takes
-from ..base.check import Float, check_fields, check_tensor, wide
+from ..base.check import Float, check_fields, check_known, check_tensor, wide
 from ..base.fp8 import native_fp8
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import TILE_DTYPES
@@ -175,8 +175,7 @@ def quantize_rows_kernel(
 
 def dtype_of(format: str, formats: dict[str, torch.dtype] = FORMATS) -> torch.dtype:
     """Return the dtype of a format.  Raises ValueError unless this is the name of one of the formats."""
-    if format not in formats:
-        raise ValueError(f"unknown format {format!r}; known: {', '.join(formats)}")
+    check_known("format", format, formats)
     return formats[format]
 
 
