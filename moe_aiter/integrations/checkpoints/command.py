@@ -1,6 +1,7 @@
 """`moe-aiter convert`: its flags, its progress bar and its final report."""
 
 import argparse
+import contextlib
 import math
 import re
 import sys
@@ -77,11 +78,11 @@ def run_conversion(args: argparse.Namespace) -> Report:
         if options or args.experts is not None or args.top_k is not None:
             raise CheckpointError("wrong options", [UPCYCLE_ONLY])
         to = args.to or LAYOUTS[RECORD in read_config(args.source)]
-        with Bar() as bar:
+        with contextlib.closing(Bar()) as bar:
             return convert(args.source, args.target, to, **common, progress=bar)
     if args.experts is None or args.top_k is None:
         raise CheckpointError("wrong options", ["--upcycle needs --experts and --top-k"])
-    with Bar() as bar:
+    with contextlib.closing(Bar()) as bar:
         common |= {"to": args.to or LAYOUTS[0], "progress": bar}
         return upcycle(args.source, args.target, args.experts, args.top_k, **options, **common)
 
@@ -98,12 +99,6 @@ class Bar:
             scale = what == "bytes"
             self.bar = self.tqdm(total=total, desc=what, unit="B" if scale else "", unit_scale=scale)
         self.bar.update(done - self.bar.n)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
 
     def close(self) -> None:
         if self.bar is not None:
