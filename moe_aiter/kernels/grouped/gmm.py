@@ -68,7 +68,7 @@ from ..rows.permute import (
     ELSEWHERE,
     UnpermuteInputs,
     bind_unpermute_columns,
-    check_routed,
+    new_routed,
     unpermute_reference,
 )
 from ..rows.sums import group_sum
@@ -409,11 +409,6 @@ def gmm_unpermute_reference(i: GmmUnpermuteInputs) -> Tensor:
 # gmm_unpermute: launcher
 
 
-def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
-    size = check_routed(i)
-    return i.x.new_empty(size["T"], size["N"])
-
-
 @binds
 @takes(*TILE_DTYPES)
 def bind_gmm_unpermute(i: GmmUnpermuteInputs, some: bool = False) -> Callable:
@@ -452,8 +447,8 @@ def bind_token_sum(
 
 
 gmm_unpermute_op = define_op(
-    "gmm_unpermute", GmmUnpermuteInputs, new=new_gmm_unpermute, reference=gmm_unpermute_reference,
-    triton=bind_gmm_unpermute,
+    "gmm_unpermute", GmmUnpermuteInputs, new=lambda i: new_routed(i, "T", "N"),
+    reference=gmm_unpermute_reference, triton=bind_gmm_unpermute,
 )  # fmt: skip
 
 
@@ -473,7 +468,7 @@ class GmmUnpermuteAddInputs(extended("GmmUnpermuteAddInputs", GmmUnpermuteInputs
 
 
 def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
-    expected = new_gmm_unpermute(i.product())
+    expected = new_routed(i.product(), "T", "N")
     if (i.out.shape, i.out.dtype) != (expected.shape, expected.dtype) or not i.out.is_contiguous():
         raise ValueError(
             f"out must be contiguous, {expected.dtype} and (T, N) = {tuple(expected.shape)}, "

@@ -33,9 +33,9 @@ from ..rows.permute import (
     TRITON_DTYPES,
     PermuteInputs,
     bind_permute,
-    check_routed,
     check_values,
     launch_permute_host,
+    new_routed,
     permute,
     permute_reference,
     unpermute,
@@ -61,11 +61,6 @@ class PermuteSlotsInputs(NamedTuple):
 # launcher
 
 
-def new_permute_slots(i: PermuteSlotsInputs) -> Tensor:
-    size = check_routed(i)
-    return i.x.new_empty(size["R"], size["K"])
-
-
 @binds
 @takes(*TRITON_DTYPES)
 def bind_permute_slots(i: PermuteSlotsInputs) -> Callable:
@@ -81,10 +76,6 @@ def launch_permute_slots_host(out: Tensor, i: PermuteSlotsInputs) -> None:
 # op
 
 
-def save_permute_slots(ctx, i, output):
-    ctx.save_for_backward(i.order, i.rank)
-
-
 def backward_permute_slots(ctx, dout):
     order, rank = ctx.saved_tensors
     dx = unpermute(dout, order, rank.reshape(-1, 1))
@@ -92,9 +83,10 @@ def backward_permute_slots(ctx, dout):
 
 
 permute_slots_op = define_op(
-    "permute_slots", PermuteSlotsInputs, new=new_permute_slots, check_values=check_values,
+    "permute_slots", PermuteSlotsInputs, new=lambda i: new_routed(i, "R", "K"), check_values=check_values,
     reference=lambda i: permute_reference(i.as_tokens()), triton=bind_permute_slots,
-    host=host(launch_permute_slots_host), save=save_permute_slots, backward=backward_permute_slots,
+    host=host(launch_permute_slots_host), backward=backward_permute_slots,
+    save=lambda ctx, i, output: ctx.save_for_backward(i.order, i.rank),
 )  # fmt: skip
 
 

@@ -356,10 +356,6 @@ bind_on_hopper.fits = bind_out_on_hopper.fits = fills_tiles
 # op
 
 
-def save_segment_gmm(ctx, i: SegmentInputs, output):
-    ctx.save_for_backward(*i)
-
-
 def backward_segment_gmm(ctx, dout):
     x, w, *segments = ctx.saved_tensors
     dx, dw, needs = None, None, SegmentInputs(*ctx.needs_input_grad)
@@ -373,7 +369,7 @@ def backward_segment_gmm(ctx, dout):
 segment_gmm_op = define_op(
     "segment_gmm", SegmentInputs, new=new_segment_gmm, reference=segment_gmm_reference,
     torch=fill_segment_gmm, check_values=check_segment_values, triton=bind_segment_gmm, hopper=bind_on_hopper,
-    backward=backward_segment_gmm, save=save_segment_gmm,
+    backward=backward_segment_gmm, save=lambda ctx, i, output: ctx.save_for_backward(*i),
 )  # fmt: skip
 segment_gmm_out_op = define_inplace_op(
     "segment_gmm_out", SegmentOutInputs, check=check_segment_gmm_out,

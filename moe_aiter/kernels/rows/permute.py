@@ -261,14 +261,10 @@ def check_values(i) -> None:
     check_plan_values(len(i.order), order=i.order, rank=i.rank)
 
 
-def new_permute(i: PermuteInputs) -> Tensor:
+def new_routed(i, rows: str, columns: str) -> Tensor:
+    """Do as `check_routed`, and return a new tensor with these two axes of the inputs."""
     size = check_routed(i)
-    return i.x.new_empty(size["R"], size["H"])
-
-
-def new_unpermute(i: UnpermuteInputs) -> Tensor:
-    size = check_routed(i)
-    return i.x.new_empty(size["T"], size["H"])
+    return i.x.new_empty(size[rows], size[columns])
 
 
 def new_row_dots(i: RowDotsInputs) -> Tensor:
@@ -388,10 +384,6 @@ def backward_unpermute(ctx, dout):
     return gradients(UnpermuteInputs, x=drows, routing_weights=dweights)
 
 
-def save_row_dots(ctx, i, output):
-    ctx.save_for_backward(*i)
-
-
 def backward_row_dots(ctx, ddots):
     rows, x, order, rank = ctx.saved_tensors
     needs = RowDotsInputs(*ctx.needs_input_grad)
@@ -401,16 +393,19 @@ def backward_row_dots(ctx, ddots):
 
 
 permute_op = define_op(
-    "permute", PermuteInputs, new=new_permute, check_values=check_values, reference=permute_reference,
-    triton=bind_permute, host=host(launch_permute_host), save=save_permute, backward=backward_permute,
+    "permute", PermuteInputs, new=lambda i: new_routed(i, "R", "H"), check_values=check_values,
+    reference=permute_reference, triton=bind_permute, host=host(launch_permute_host),
+    save=save_permute, backward=backward_permute,
 )  # fmt: skip
 unpermute_op = define_op(
-    "unpermute", UnpermuteInputs, new=new_unpermute, check_values=check_values, reference=unpermute_reference,
-    triton=bind_unpermute, host=host(launch_unpermute_host), save=save_permute, backward=backward_unpermute,
+    "unpermute", UnpermuteInputs, new=lambda i: new_routed(i, "T", "H"), check_values=check_values,
+    reference=unpermute_reference, triton=bind_unpermute, host=host(launch_unpermute_host),
+    save=save_permute, backward=backward_unpermute,
 )  # fmt: skip
 row_dots_op = define_op(
     "row_dots", RowDotsInputs, new=new_row_dots, check_values=check_values, reference=row_dots_reference,
-    triton=bind_row_dots, host=host(launch_row_dots_host), save=save_row_dots, backward=backward_row_dots,
+    triton=bind_row_dots, host=host(launch_row_dots_host), backward=backward_row_dots,
+    save=lambda ctx, i, output: ctx.save_for_backward(*i),
 )  # fmt: skip
 
 

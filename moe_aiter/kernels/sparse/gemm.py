@@ -200,10 +200,6 @@ def backward_sparse_matmul(ctx, dout):
     return gradients(SparseInputs, x=dx, values=dvalues, bias=dbias)
 
 
-def save_sparse_matmul_grad(ctx, i: SparseGradInputs, output):
-    ctx.save_for_backward(i.left, i.right, i.lists)
-
-
 def backward_sparse_matmul_grad(ctx, dvalues):
     left, right, lists = ctx.saved_tensors
     size, needs = (left.shape[1], right.shape[1]), SparseGradInputs(*ctx.needs_input_grad)
@@ -222,7 +218,8 @@ sparse_matmul_grad_op = define_op(
     "sparse_matmul_grad", SparseGradInputs, new=new_sparse_matmul_grad,
     reference=sparse_matmul_grad_reference, torch=fill_sparse_matmul_grad,
     check_values=lambda i: check_list_values(i.lists, i.left.shape[1], i.right.shape[1], i.a, i.b),
-    triton=bind_sparse_matmul_grad, backward=backward_sparse_matmul_grad, save=save_sparse_matmul_grad,
+    triton=bind_sparse_matmul_grad, backward=backward_sparse_matmul_grad,
+    save=lambda ctx, i, output: ctx.save_for_backward(i.left, i.right, i.lists),
 )  # fmt: skip
 
 
