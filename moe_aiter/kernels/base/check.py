@@ -494,6 +494,12 @@ def check_rows(name: str, x: Tensor, axis: str, order: Tensor | None, top_k: int
         check_size(f"{name} is ({{}}, {axis})", x.shape[0], "it takes {} rows", rows)
 
 
+def check_row_values(x: Tensor, i) -> None:
+    """Do as `check_plan_values` for inputs `i` of an op that reads `x` as `check_rows` says."""
+    rows = len(x if i.order is None else i.order)
+    check_plan_values(rows, i.group_sizes, i.order, choices=len(x) * i.top_k)
+
+
 def check_order(order: Tensor, rank: Tensor) -> None:
     """Raise if `order` (R,) has more rows than `rank` (T, k) has choices."""
     if order.shape[0] > rank.numel():

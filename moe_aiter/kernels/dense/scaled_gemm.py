@@ -22,7 +22,7 @@ from ..base.check import (
     Index,
     check_axes,
     check_fields,
-    check_plan_values,
+    check_row_values,
     check_rows,
     group_ends,
     refuse_gradient,
@@ -352,14 +352,8 @@ def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
     return i.x.new_empty(rows, size["N"], dtype=i.dtype)
 
 
-def check_scaled_values(i: ScaledGroupsInputs) -> None:
-    check_plan_values(
-        len(i.x if i.order is None else i.order), i.group_sizes, i.order, choices=len(i.x) * i.top_k
-    )
-
-
 scaled_gmm_op = define_op(
-    "scaled_gmm", ScaledGroupsInputs, new=new_scaled_gmm, check_values=check_scaled_values,
+    "scaled_gmm", ScaledGroupsInputs, new=new_scaled_gmm, check_values=lambda i: check_row_values(i.x, i),
     reference=scaled_gmm_reference, triton=bind_scaled_gmm, hopper=hopper.bind_scaled_gmm,
 )  # fmt: skip
 

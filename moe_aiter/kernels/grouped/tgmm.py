@@ -28,6 +28,7 @@ from ..base.check import (
     check_floating,
     check_own_memory,
     check_plan_values,
+    check_row_values,
     check_rows,
     check_shape,
     check_tensor,
@@ -342,10 +343,6 @@ def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
     return new_tgmm(i.product()), i.y.new_empty(i.group_sizes.shape[0], i.y.shape[1], dtype=sum_dtype(i.y))
 
 
-def check_tgmm_values(i: TgmmInputs | TgmmIntoInputs) -> None:
-    check_plan_values(len(i.y), i.group_sizes, i.order, choices=len(i.x) * i.top_k)
-
-
 def check_tgmm_into(i: TgmmIntoInputs) -> None:
     out, sums = i.existing_out, i.bias_grad
     G, K, N = shape_of_tgmm(i)
@@ -498,8 +495,8 @@ def bind_outer(
 
 
 tgmm_op = define_op(
-    "tgmm", TgmmInputs, new=new_tgmm, check_values=check_tgmm_values, reference=tgmm_reference,
-    torch=fill_tgmm, triton=bind_tgmm, hopper=hopper.bind_tgmm,
+    "tgmm", TgmmInputs, new=new_tgmm, check_values=lambda i: check_row_values(i.x, i),
+    reference=tgmm_reference, torch=fill_tgmm, triton=bind_tgmm, hopper=hopper.bind_tgmm,
 )  # fmt: skip
 tgmm_sums_op = define_op(
     "tgmm_sums", TgmmSumsInputs, outputs=2, new=new_tgmm_sums,
@@ -507,7 +504,7 @@ tgmm_sums_op = define_op(
     torch=fill_tgmm_sums, triton=bind_tgmm_sums, hopper=hopper.bind_tgmm_sums,
 )  # fmt: skip
 tgmm_into_op = define_inplace_op(
-    "tgmm_into", TgmmIntoInputs, check=check_tgmm_into, check_values=check_tgmm_values,
+    "tgmm_into", TgmmIntoInputs, check=check_tgmm_into, check_values=lambda i: check_row_values(i.x, i),
     reference=fill_tgmm_into, triton=bind_tgmm_into, hopper=hopper.bind_tgmm_into,
 )  # fmt: skip
 

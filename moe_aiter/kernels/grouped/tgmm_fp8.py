@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, extended, fill
 from .. import hopper
-from ..base.check import Float8, Index, check_fields, check_plan_values, check_rows, take_rows
+from ..base.check import Float8, Index, check_fields, check_row_values, check_rows, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.tile import BLOCK, column_slices
@@ -139,10 +139,6 @@ def shape_of_tgmm_fp8(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> tuple[int, int, i
     return size["G"], size["K"], size["N"]
 
 
-def check_tgmm_fp8_values(i: TgmmFp8Inputs | TgmmFp8IntoInputs) -> None:
-    check_plan_values(len(i.order), i.group_sizes, i.order, choices=len(i.x8) * i.top_k)
-
-
 def new_tgmm_fp8(i: TgmmFp8Inputs) -> Tensor:
     G, K, N = shape_of_tgmm_fp8(i)
     return i.y8.new_empty((G, N, K) if i.columns_first else (G, K, N), dtype=i.dtype)
@@ -153,11 +149,12 @@ def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
 
 
 tgmm_fp8_op = define_op(
-    "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=check_tgmm_fp8_values, torch=rounded_tgmm,
-    triton=rounded_tgmm, hopper=bind_tgmm_fp8,
+    "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=lambda i: check_row_values(i.x8, i),
+    torch=rounded_tgmm, triton=rounded_tgmm, hopper=bind_tgmm_fp8,
 )  # fmt: skip
 tgmm_fp8_into_op = define_inplace_op(
-    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into, check_values=check_tgmm_fp8_values,
+    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into,
+    check_values=lambda i: check_row_values(i.x8, i),
     reference=rounded_tgmm_into, triton=lambda out, i: rounded_tgmm_into(i), hopper=bind_tgmm_fp8_into,
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ from ..base.check import (
     Index,
     Operand,
     check_fields,
-    check_plan_values,
+    check_row_values,
     check_rows,
     split_groups,
     sum_dtype,
@@ -184,13 +184,8 @@ def bind_bias_grad(i) -> Callable:
 # group_sum: op
 
 
-def check_group_sum_values(i: GroupSumInputs) -> None:
-    rows = len(i.y if i.order is None else i.order)
-    check_plan_values(rows, i.group_sizes, i.order, choices=len(i.y) * i.top_k)
-
-
 group_sum_op = define_op(
-    "group_sum", GroupSumInputs, new=new_group_sum, check_values=check_group_sum_values,
+    "group_sum", GroupSumInputs, new=new_group_sum, check_values=lambda i: check_row_values(i.y, i),
     reference=group_sum_reference, triton=bind_group_sum,
 )  # fmt: skip
 
