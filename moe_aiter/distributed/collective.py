@@ -62,16 +62,23 @@ def add_parts(out: Tensor, parts: Tensor, ranks: int) -> None:
     fill("unpermute", out, UnpermuteInputs(parts, rows, rank, None))  # which reads `rank` alone
 
 
+def backward_dispatch(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(TokensInputs, x=combine_tokens(dout, *ctx.group))
+
+
+def backward_combine(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return gradients(TokensInputs, x=dispatch_tokens(dout, *ctx.group))
+
+
 def save_group(ctx: Any, i: TokensInputs, output: Tensor) -> None:
     ctx.group = i.group, i.ranks
 
 
 dispatch_tokens = define_op(
-    "dispatch_tokens", TokensInputs, new=new_dispatch, save=save_group,
+    "dispatch_tokens", TokensInputs, new=new_dispatch, save=save_group, backward=backward_dispatch,
     torch=lambda out, i: all_gather(out, i.x.contiguous(), group=process_group(i.group)),
-    backward=lambda ctx, dout: gradients(TokensInputs, x=combine_tokens(dout, *ctx.group)),
 )  # fmt: skip
 combine_tokens = define_op(
     "combine_tokens", TokensInputs, new=new_combine, torch=launch_combine, save=save_group,
-    backward=lambda ctx, dout: gradients(TokensInputs, x=dispatch_tokens(dout, *ctx.group)),
+    backward=backward_combine,
 )  # fmt: skip
