@@ -124,10 +124,6 @@ def torch_silu_limit(x: Tensor, n: Limits) -> Tensor:
     return x * torch.sigmoid(n.alpha * x)
 
 
-def torch_up_limit(x: Tensor, n: Limits) -> Tensor:
-    return x.clamp(-n.up_limit, n.up_limit) + n.up_offset
-
-
 FUNCTIONS = {  # in torch, with `Limits` if there are; and in Triton, in float32, x -> (value, slope)
     "silu": (F.silu, silu),
     "gelu": (torch_gelu, gelu),
@@ -135,7 +131,7 @@ FUNCTIONS = {  # in torch, with `Limits` if there are; and in Triton, in float32
     "relu": (F.relu, relu),
     "relu2": (lambda x: F.relu(x).square(), relu2),
     "silu_limit": (torch_silu_limit, silu_limit),
-    "up_limit": (torch_up_limit, up_limit),
+    "up_limit": (lambda x, n: x.clamp(-n.up_limit, n.up_limit) + n.up_offset, up_limit),
     "identity": (lambda x: x, identity),
 }
 

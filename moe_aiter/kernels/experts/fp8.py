@@ -408,7 +408,7 @@ def backward_experts(ctx, dout, *_):
         del w8
     over_z = spend_z and is_unwatched(z, dout)
     columns = transposed_blocks if blocks else lambda w: quantize_columns(w, down_amax)
-    grad = functools.partial(down_grad_over_z if over_z else down_grad, dout8, columns)
+    grad = functools.partial(down_grad, over_z, dout8, columns)
     by_columns, of_down, of_gate_up = None, weight_gradient, weight_gradient
     if i.recipe.endswith(ALL):
         row_blocks = plan_row_blocks(i.group_sizes, i.order.shape[0])
@@ -470,15 +470,13 @@ def quantize_columns(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def down_grad(
-    dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest
+    over_z: bool, dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest
 ) -> tuple[Tensor, ...]:
-    """dz, s * f(z) and ds; `columns` quantises the columns of down."""
-    return expert_down_grad_fp8_op(*dout8, z, *columns(down), *rest)
-
-
-def down_grad_over_z(dout8: tuple, columns: Callable, dout: Tensor, z: Tensor, down: Tensor, *rest):
-    """The same, but dz is in the memory of z."""
-    beside = expert_down_grad_fp8_over_z_op(*dout8, z, *columns(down), *rest)
+    """dz, with `over_z` in the memory of z, s * f(z) and ds; `columns` quantises the columns of down."""
+    inputs = *dout8, z, *columns(down), *rest
+    if not over_z:
+        return expert_down_grad_fp8_op(*inputs)
+    beside = expert_down_grad_fp8_over_z_op(*inputs)
     return z.detach(), *beside
 
 

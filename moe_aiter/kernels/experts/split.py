@@ -56,14 +56,6 @@ class UpSplitInputs(NamedTuple):
         return UpInputs(self.x, gate_up, None, *routing, *ACTIVATION, True, self.row_bytes, None)
 
 
-def new_expert_up_split(i: UpSplitInputs) -> tuple[Tensor, Tensor]:
-    return new_expert_up(i.whole(shape_of_joined(i.gate, i.x.dtype)))
-
-
-def launch_expert_up_split(out: tuple[Tensor, Tensor], i: UpSplitInputs) -> None:
-    fill("expert_up", out, i.whole(joined(i.gate, i.up, i.x.dtype)))
-
-
 # op
 
 
@@ -94,9 +86,10 @@ def backward_expert_up_split(ctx, dz, da):
 
 
 expert_up_split_op = define_op(
-    "expert_up_split", UpSplitInputs, outputs=2, new=new_expert_up_split,
-    check_values=check_expert_values,
-    torch=launch_expert_up_split,  # of any kind: expert_up picks its own
+    "expert_up_split", UpSplitInputs, outputs=2, check_values=check_expert_values,
+    new=lambda i: new_expert_up(i.whole(shape_of_joined(i.gate, i.x.dtype))),
+    # of any kind: expert_up picks its own
+    torch=lambda out, i: fill("expert_up", out, i.whole(joined(i.gate, i.up, i.x.dtype))),
     save=save_expert_up_split, backward=backward_expert_up_split,
 )  # fmt: skip
 

@@ -144,16 +144,13 @@ def new_tgmm_fp8(i: TgmmFp8Inputs) -> Tensor:
     return i.y8.new_empty((G, N, K) if i.columns_first else (G, K, N), dtype=i.dtype)
 
 
-def check_tgmm_fp8_into(i: TgmmFp8IntoInputs) -> None:
-    check_sum("out", i.existing_out, shape_of_tgmm_fp8(i))
-
-
 tgmm_fp8_op = define_op(
     "tgmm_fp8", TgmmFp8Inputs, new=new_tgmm_fp8, check_values=lambda i: check_row_values(i.x8, i),
     torch=rounded_tgmm, triton=rounded_tgmm, hopper=bind_tgmm_fp8,
 )  # fmt: skip
 tgmm_fp8_into_op = define_inplace_op(
-    "tgmm_fp8_into", TgmmFp8IntoInputs, check=check_tgmm_fp8_into,
+    "tgmm_fp8_into", TgmmFp8IntoInputs,
+    check=lambda i: check_sum("out", i.existing_out, shape_of_tgmm_fp8(i)),
     check_values=lambda i: check_row_values(i.x8, i),
     reference=rounded_tgmm_into, triton=lambda out, i: rounded_tgmm_into(i), hopper=bind_tgmm_fp8_into,
 )  # fmt: skip

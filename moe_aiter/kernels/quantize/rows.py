@@ -267,13 +267,6 @@ LONGEST = 16384  # the rows of which a tile holds a whole one, and the largest m
 ROWS = 128  # the most whose columns' largest magnitudes one program finds
 PROGRAMS = 2048  # with fewer rows each, as long as there are fewer programs
 
-# both ways: reference
-
-
-def quantize_rows_and_amax_reference(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    return *quantize_rows_reference(i), amax_reference(i.x, -2)
-
-
 # both ways: kernel
 
 
@@ -439,7 +432,8 @@ def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
 
 quantize_rows_and_amax_op = define_op(
     "quantize_rows_and_amax", QuantizeRowsInputs, outputs=3, new=new_quantize_rows_and_amax,
-    reference=quantize_rows_and_amax_reference, triton=bind_quantize_rows_and_amax,
+    reference=lambda i: (*quantize_rows_reference(i), amax_reference(i.x, -2)),
+    triton=bind_quantize_rows_and_amax,
 )  # fmt: skip
 quantize_by_amax_op = define_op(
     "quantize_by_amax", QuantizeByAmaxInputs, outputs=2, new=new_quantize_by_amax,
