@@ -63,7 +63,7 @@ __all__ = [
     "unfuse", "unpatch_linear", "unpermute", "use", "use_main_grad", "z_loss",
 ]  # fmt: skip
 
-_MODULES = {  # module: its public names
+_MODULES = {  # module: its public names; all others are of layers
     "kernels.base.activations": "swiglu_limit",
     "kernels.dense.gemm": "gemm",
     "kernels.dense.scaled_gemm": "scaled_gemm",
@@ -79,13 +79,6 @@ _MODULES = {  # module: its public names
     "kernels.rows.topk": "topk",
     "kernels.sparse.gemm": "sparse_gemm",
     "kernels.sparse.pattern": "SparsePattern",
-    "layers": (
-        "Experts LayerStatistics LiveTable LoRAExperts LoRALinear MoE MoERouting Monitor "
-        "OptimizedMoELayer QuantizationReport Route RouteDifference SegmentGEMMWrapper "
-        "aux_loss balance_step fuse_gate_up fuse_projections fuse_qkv linear_with_split_bias offload "
-        "pack_routes patch_linear preshuffle_weights quantization_report quantize record_routes "
-        "replay_routes set_aux_loss set_loss_scale unfuse unpatch_linear use_main_grad"
-    ),
     "op": "register_kernel use",
     "routing": (
         "Capacity ExpertChoice Forced GroupLimit LoadStatistics RoutePlan Router Routing Sinkhorn "
@@ -93,7 +86,8 @@ _MODULES = {  # module: its public names
         "permute route route_to sequence_balance_loss unpermute z_loss"
     ),
 }
-_MODULE = {name: module for module, names in _MODULES.items() for name in names.split()}
+_MODULE = dict.fromkeys(__all__, "layers")
+_MODULE |= {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str):
