@@ -75,19 +75,17 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         root = fields(unpickled(data), "Metadata")
         chunks: set[int] = set()
-        tensors = {text(k): storage(v, chunks) for k, v in kind(dict, root["state_dict_metadata"]).items()}
+        stored = kind(dict, root["state_dict_metadata"])
+        tensors = {kind(str, k): storage(v, chunks) for k, v in stored.items()}
         places = {index(k): place_in_file(v) for k, v in kind(dict, root["storage_data"]).items()}
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is not the metadata of a sharded checkpoint: {error}") from error
-    sizes = {name: file_size(folder, name) for name in {found.relative_path for found in places.values()}}
+    names = {found.relative_path for found in places.values()}
+    sizes = {name: Path(plain(folder / name, folder)).stat().st_size for name in names}
     for of, found in places.items():
         if found.offset + found.length > sizes[found.relative_path]:
             raise ValueError(f"{folder / found.relative_path} ends before {of.fqn!r}: it is cut off")
     return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
-
-
-def file_size(folder: Path, name: str) -> int:
-    return Path(plain(folder / name, folder)).stat().st_size
 
 
 # the instructions
@@ -185,10 +183,6 @@ def fields(record: object, name: str) -> dict[Any, Any]:
     return kind(dict, named(name, record).state)
 
 
-def text(value: object) -> str:
-    return kind(str, value)
-
-
 def count(value: object) -> int:
     if not 0 <= (number := kind(int, value)) < 2**63:
         raise ValueError("there is a negative or a huge number")
@@ -247,7 +241,7 @@ def index(record: object) -> MetadataIndex:
     found = fields(record, "MetadataIndex")
     offset, number = found.get("offset"), found.get("index")
     return MetadataIndex(
-        text(found["fqn"]),
+        kind(str, found["fqn"]),
         None if offset is None else size(offset),
         None if number is None else count(number),
     )

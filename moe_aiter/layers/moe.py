@@ -124,7 +124,10 @@ class MoE(nn.Module):
         coefs = load_balance_coef, sequence_balance_coef, global_balance_coef, z_loss_coef
         check_not_negative(**dict(zip(COEFS, coefs, strict=True)))
         self.load_balance_coef, self.sequence_balance_coef, self.global_balance_coef, self.z_loss_coef = coefs
-        self.global_balance_group = checked_group(global_balance_group, global_balance_coef)
+        if global_balance_group is not None and not global_balance_coef:
+            raise ValueError("global_balance_group is given, but global_balance_coef is 0")
+        check_group(global_balance_group=global_balance_group)
+        self.global_balance_group = global_balance_group
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         memory: dict[str, Any] = {"row_chunks": row_chunks, "recompute": recompute, "fp8": fp8}
         mlp = {"activation": activation, "bias": bias, "interleaved": interleaved, **where}
@@ -454,15 +457,6 @@ def counts_on(device: torch.device, counts: Tensor) -> Tensor:
     """Return `counts` on a device; zeros if they were on meta, where nothing is counted."""
     with torch.inference_mode(False):
         return torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
-
-
-def checked_group(
-    global_balance_group: "torch.distributed.ProcessGroup | None", global_balance_coef: float
-) -> "torch.distributed.ProcessGroup | None":
-    if global_balance_group is not None and not global_balance_coef:
-        raise ValueError("global_balance_group is given, but global_balance_coef is 0")
-    check_group(global_balance_group=global_balance_group)
-    return global_balance_group
 
 
 def group_of_name(name: str) -> "torch.distributed.ProcessGroup":

@@ -106,7 +106,7 @@ class Monitor:
             totals = by_device(totals, lambda group: totals_over_ranks(group, self.group))
         biases = [selection_bias_of(layer) for layer in self.layers.values()]
         totals = [torch.cat([t, bias.to(t)]) for t, bias in zip(totals, biases, strict=True)]
-        totals = by_device(totals, lambda group: split_like(torch.cat(group).cpu(), group))
+        totals = by_device(totals, lambda group: list(torch.cat(group).cpu().split([len(t) for t in group])))
         return {
             name: statistics_of(t, recorder.num_experts)
             for (name, recorder), t in zip(self.recorders.items(), totals, strict=True)
@@ -214,10 +214,6 @@ def by_device(tensors: list[Tensor], change: Callable[[list[Tensor]], list[Tenso
         for i, t in zip(positions, change([tensors[i] for i in positions]), strict=True):
             changed[i] = t
     return changed
-
-
-def split_like(joined: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    return list(joined.split([len(t) for t in tensors]))
 
 
 def totals_over_ranks(totals: list[Tensor], group: "torch.distributed.ProcessGroup | None") -> list[Tensor]:

@@ -193,7 +193,8 @@ class WeightPool:
         """Return hooks for saved tensors: weights are asked for again, and outer hooks see all others."""
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        keep, give = top_hooks(True) or (with_version, of_version)
+        # of a tensor without hooks torch checks the version itself
+        keep, give = top_hooks(True) or (lambda t: (t, version_of(t)), of_version)
 
         def pack(t: Tensor) -> Any:
             if not is_alias(t, slot.data):
@@ -238,11 +239,6 @@ def without_weights(layer: Layer, apply: Callable[..., nn.Module], *args: Any, *
     """Call `apply`, which moves or converts the module of a layer, but not the weights in host memory."""
     with layer.weights_in(None):
         return apply(*args, **kwargs)
-
-
-def with_version(t: Tensor) -> tuple[Tensor, int]:
-    """Pack a tensor with its version, which torch checks only for tensors without hooks."""
-    return t, version_of(t)
 
 
 def of_version(saved: tuple[Tensor, int]) -> Tensor:

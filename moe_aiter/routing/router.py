@@ -161,10 +161,6 @@ def accumulates(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def logits_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-
-
 def new_logits(i: LogitsInputs) -> Tensor:
     check_shape("x", i.x, "T", "H")
     check_shape("weight", i.weight, "E", "H")
@@ -175,7 +171,8 @@ def new_logits(i: LogitsInputs) -> Tensor:
     if i.bias is not None:
         check_shape("bias", i.bias, "E")
         check_size("bias is (E={},)", i.bias.shape[0], "the router's weight is (E={}, H)", i.weight.shape[0])
-    return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=logits_dtype(i.x, i.weight))
+    dtype = torch.promote_types(torch.promote_types(i.x.dtype, i.weight.dtype), torch.float32)
+    return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=dtype)
 
 
 def fill_logits(out: Tensor, i: LogitsInputs) -> None:
