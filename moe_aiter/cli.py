@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -18,7 +17,7 @@ import time
 import typing
 
 from .config import VERSION, SettingError, launch
-from .files import read_text
+from .files import read_text, version
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model"
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
@@ -186,7 +185,7 @@ def info() -> int:
     from .kernels.hopper import is_hopper
 
     packages = ("moe-aiter", "torch", "triton", "numpy", "einops")
-    versions = {name: version(name) for name in packages}
+    versions = {name: version(name, "not installed") for name in packages}
     versions["torch"] = torch.__version__  # with the build, which the distribution does not always carry
     print_table("versions", {"python": platform.python_version()} | versions)
     gpus = {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
@@ -204,13 +203,6 @@ def info() -> int:
     )
     print_table("settings", {PREFIX + k.upper(): v for k, v in dataclasses.asdict(settings).items()})
     return 0
-
-
-def version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def print_table(title: str, rows: dict) -> None:

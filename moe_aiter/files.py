@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-import importlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -43,6 +43,13 @@ def need(module: str, extra: str, error: type[Exception] = ImportError) -> Modul
     except ImportError as missing:
         package = module.partition(".")[0]
         raise error(f"{package} is missing: pip install '.[{extra}]' in the source tree") from missing
+
+
+def version(distribution: str, otherwise: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
 
 
 def plain(path: AnyPath, within: Path | None = None) -> AnyPath:

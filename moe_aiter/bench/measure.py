@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import datetime
 import gc
-import importlib.metadata
 import importlib.util
 import pathlib
 import platform
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..files import opened, read_text
+from ..files import opened, read_text, version
 from ..op import use
 from .problem import Problem, Shape, listed
 
@@ -504,7 +503,7 @@ WHERE = ("date", "commit", "device", "torch", "triton", "dtype")  # columns of e
 def provenance(device: torch.device, dtype: str, commit: str | None = None) -> dict:
     """Return the cells that say how the figures were measured: date, commit, device, versions, dtype."""
     day, commit = datetime.date.today().isoformat(), commit or git_commit()
-    cells = day, commit, device_name(device), torch.__version__, triton_version(), dtype
+    cells = day, commit, device_name(device), torch.__version__, version("triton", "none"), dtype
     return dict(zip(WHERE, cells, strict=True))
 
 
@@ -516,13 +515,6 @@ def device_name(device: torch.device) -> str:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
-
-
-def triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def git_commit() -> str:
