@@ -158,13 +158,11 @@ def shuffled(M: int, K: int, N: int, **kind) -> Tunable:
 
     masked, rest = IMPLS["masked_gmm"]["triton"], (x[None], ordered[None], None, None, None, True)
 
-    def by_masked_gmm(out: Tensor) -> None:  # whose tile is in the tables of masked products
-        launch_into(masked, MaskedInputs(out[None], *rest), out[None])
-
     def kernels() -> Iterable[Kernel]:
         out, launches = x.new_empty(M, N), {"torch": lambda out: torch.mm(x, weight.mT, out=out)}
         if "triton" in ORDER[x.device.type] and runs(masked, MaskedInputs(out[None], *rest)):
-            launches["triton"] = by_masked_gmm
+            # its tile is in the tables of masked products
+            launches["triton"] = lambda out: launch_into(masked, MaskedInputs(out[None], *rest), out[None])
         asked = case_of("gemm_shuffled", x, "nt", "none", M, N, K)
         yield Kernel("shuffled", out, launches, 2 * M * N * K, by_torch, case=asked, tiled=False)
 

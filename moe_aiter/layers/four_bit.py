@@ -117,7 +117,8 @@ class FourBitExperts(SteppedExperts, WithOptions):
         """Return the experts' output as `forward` does, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias = weights
         x, gate_up, down = cast_as_linear(x, gate_up, down)
-        check_dtype(x, gate_up)
+        if x.dtype != gate_up.dtype:
+            raise TypeError(f"x is {x.dtype} but the weights of 4 bits stand for {gate_up.dtype}")
         check_plan(plan)
         up, down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
         return experts_by_step(x, up, self.options.activate, down, routing_weights, RoutePlan(*plan))
@@ -127,11 +128,6 @@ class FourBitExperts(SteppedExperts, WithOptions):
         rest = f"bias={self.down_bias is not None}, interleaved={self.interleaved}"
         shared = "" if self.dispatcher is None else f", {self.dispatcher}"
         return f"{sizes}, activation={self.activation!r}, {rest}{shared}"
-
-
-def check_dtype(x: Tensor, weight: FourBit) -> None:
-    if x.dtype != weight.dtype:
-        raise TypeError(f"x is {x.dtype} but the weights of 4 bits stand for {weight.dtype}")
 
 
 # conversion

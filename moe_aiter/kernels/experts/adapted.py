@@ -179,8 +179,11 @@ def adapted_down_reference(i: AdaptedDownInputs) -> Tensor:
 # adapted: launcher
 
 
-def check_adapted(i: AdaptedUpInputs | AdaptedDownInputs, axes: str, w_axes: str) -> dict[str, int]:
-    """Do as `check_fields`, and check `w`, perhaps of 4 bits, beside the first input, with these axes."""
+def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_axes: str) -> Tensor:
+    """Do as `check_fields`, and check `w`, perhaps of 4 bits, beside the first input, with these axes.
+
+    Return a new result, with so many rows as the axis `rows` has.
+    """
     size, name, x, w = check_fields(i), i._fields[0], i[0], i.w
     if i.format:
         check_four_bit(w, *parts_of(i))
@@ -195,17 +198,7 @@ def check_adapted(i: AdaptedUpInputs | AdaptedDownInputs, axes: str, w_axes: str
         raise ValueError("low and b go together: one of them is None")
     if i.b is not None:
         check_axes(w=(w, "E, N, K"), b=(i.b, "E, N, r"))
-    return size
-
-
-def new_adapted_up(i: AdaptedUpInputs) -> Tensor:
-    size = check_adapted(i, "T, H", "E, N, H")
-    return i.x.new_empty(size["R"], i.w.shape[1])
-
-
-def new_adapted_down(i: AdaptedDownInputs) -> Tensor:
-    size = check_adapted(i, "R, N", "E, H, N")
-    return i.a.new_empty(size["T"], i.w.shape[1])
+    return x.new_empty(size[rows], w.shape[1])
 
 
 def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs]:
@@ -321,12 +314,14 @@ def backward_adapted_down(ctx, dout):
 
 
 adapted_up = define_op(
-    "adapted_up", AdaptedUpInputs, new=new_adapted_up, check_values=check_expert_values,
+    "adapted_up", AdaptedUpInputs, new=lambda i: new_adapted(i, "R", "T, H", "E, N, H"),
+    check_values=check_expert_values,
     reference=adapted_up_reference, torch=fill_adapted_up, triton=bind_adapted_up, save=save_adapted_up,
     backward=backward_adapted_up,
 )  # fmt: skip
 adapted_down = define_op(
-    "adapted_down", AdaptedDownInputs, new=new_adapted_down, check_values=check_expert_values,
+    "adapted_down", AdaptedDownInputs, new=lambda i: new_adapted(i, "T", "R, N", "E, H, N"),
+    check_values=check_expert_values,
     reference=adapted_down_reference, torch=fill_adapted_down, triton=launch_adapted_down,
     save=save_adapted_down, backward=backward_adapted_down,
 )  # fmt: skip

@@ -350,10 +350,6 @@ def quantize_columns_kernel(
 # both ways: launcher
 
 
-def new_quantize_rows_and_amax(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor, Tensor]:
-    return *new_quantize_rows(i), i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)
-
-
 def new_quantize_by_amax(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
     out = new_quantize_rows(i)
     check_float32("amax", i.amax, *i.x.shape[:-1])
@@ -431,7 +427,8 @@ def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
 # both ways: op
 
 quantize_rows_and_amax_op = define_op(
-    "quantize_rows_and_amax", QuantizeRowsInputs, outputs=3, new=new_quantize_rows_and_amax,
+    "quantize_rows_and_amax", QuantizeRowsInputs, outputs=3,
+    new=lambda i: (*new_quantize_rows(i), i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)),
     reference=lambda i: (*quantize_rows_reference(i), amax_reference(i.x, -2)),
     triton=bind_quantize_rows_and_amax,
 )  # fmt: skip
