@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
@@ -37,7 +38,7 @@ _handles: list["LinearPatch"] = []  # those that are in force
 _switches: list[dict[str, Any]] = []  # of the forward that they share
 
 
-class LinearPatch:
+class LinearPatch(AbstractContextManager["LinearPatch"]):
     """The result of `patch_linear()`: `undo()`, or the end of a `with` block, removes the patch."""
 
     def undo(self) -> None:
@@ -46,9 +47,6 @@ class LinearPatch:
             _handles.remove(self)
             if not _handles:
                 uninstall()
-
-    def __enter__(self) -> "LinearPatch":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -1,6 +1,7 @@
 """Statistics of a model's routers: summed on the device, read on demand, shown in the terminal."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -49,7 +50,7 @@ class LayerStatistics(NamedTuple):
         return {k: v for k, v in values.items() if v is not None and not isinstance(v, np.ndarray)}
 
 
-class Monitor:
+class Monitor(AbstractContextManager["Monitor"]):
     """Record the expert load and router statistics of every `MoE` in `model`, until `remove`.
 
         with Monitor(model) as monitor:
@@ -137,9 +138,6 @@ class Monitor:
     def remove(self) -> None:
         """Detach from the model; `read` still returns what was counted."""
         self.attachment.close()
-
-    def __enter__(self) -> "Monitor":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
