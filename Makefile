@@ -63,7 +63,7 @@ train: $(READY)
 LESS = $(if $(FULL),, and not full)
 test: $(READY)
 	@status=0; \
-	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m interpret $(ARGS) || $(if $(ARGS),[ $$? -eq 5 ] ||) status=1; \
+	echo "The kernels under Triton's interpreter:"; TRITON_INTERPRET=1 $(PYTEST) -m "interpret$(LESS)" $(ARGS) || $(if $(ARGS),[ $$? -eq 5 ] ||) status=1; \
 	echo "Everything, with C++ and torch:"; $(PYTEST) -m "not gpu$(LESS)" $(ARGS) || status=1; \
 	exit $$status
 

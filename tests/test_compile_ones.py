@@ -69,6 +69,7 @@ def compile_with(launch, args):
     return launch.fn.run(*args, grid=(1,), warmup=True, **launch.options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_each_integer_may_be_1(kernel):
     launch, *_ = launches()[KERNELS[kernel]]

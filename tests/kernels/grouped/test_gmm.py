@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from check import few
 
 from moe_aiter import tuning
 from moe_aiter.config import interpret, settings
@@ -213,10 +214,13 @@ def test_nothing_outside_a_group_is_read(device):
     assert torch.equal(out[18:], torch.zeros_like(out[18:]))
 
 
+SOME = [(352, 2056), (64, 256), (72, 264), (40, 200), (7, 259)]
+
+
 @pytest.mark.skipif(not TRITON, reason="needs a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize == 2], ids=str)
 @pytest.mark.parametrize("rows_last", [False, True])
-@pytest.mark.parametrize("K, N", [(64, 256), (72, 264), (352, 2056), (40, 200), (7, 259)], ids=str)
+@pytest.mark.parametrize("K, N", few(SOME, *SOME[1:], several=True), ids=str)
 def test_programs_that_take_many_tiles(K, N, rows_last, dtype):
     """With large tiles and short sums, one loop has all the steps of a program's tiles, on a GPU.
 

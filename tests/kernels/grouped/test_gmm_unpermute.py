@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from check import assert_as_good_as_torch, error, with_gradients
+from check import assert_as_good_as_torch, error, few, with_gradients
 
 from moe_aiter.bench.problem import SHAPES
 from moe_aiter.config import interpret
@@ -155,7 +155,10 @@ def problem(device, H=20, bias=True, dtype=torch.float32):
     return tensors, sort_by_expert(torch.randint(-1, E, (T, CHOICES), device=device), E)
 
 
-@pytest.mark.parametrize("H, bias", [(1, True), (300, True), (520, False)])
+WIDTHS = [(1, True), (300, True), (520, False)]
+
+
+@pytest.mark.parametrize("H, bias", few(WIDTHS, *WIDTHS[:2], several=True))
 def test_the_experts_in_chunks(device, H, bias):
     tensors, plan = problem(device, H, bias)
 
