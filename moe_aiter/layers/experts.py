@@ -41,7 +41,7 @@ def option(name: str) -> Any:
 class WithOptions(nn.Module):
     """A module with `ExpertOptions`, whose fields are attributes too."""
 
-    options: ExpertOptions
+    options: ExpertOptions = ExpertOptions()  # of a subclass with an __init__ of its own
     activation: str = option("activation")
     interleaved: bool = option("interleaved")
     row_chunks: int | None = option("row_chunks")
@@ -87,6 +87,7 @@ class Experts(WithOptions):
         check_parameter_dtype(dtype)
         check_sizes(num_experts=num_experts, hidden=hidden, intermediate=intermediate)
         self.options = ExpertOptions(activation, interleaved, row_chunks, recompute, fp8)
+        self.options.check()
         self.num_experts, self.hidden, self.intermediate = num_experts, hidden, intermediate
         width = get_activation(activation).projections * intermediate
 

@@ -27,7 +27,7 @@ from ..kernels.base.check import (
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import mix_experts
-from ..kernels.experts.options import ExpertWeights
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
@@ -141,8 +141,8 @@ class QuantizedExperts(Quantized, WithOptions):
         (x,) = cast_as_linear(x)
         if self.gate_up_scale is None or self.down_scale is None:
             weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-            narrow = x.to(self.gate_up.dtype)
-            return mix_experts(narrow, weights, routing_weights, plan, self.options).to(x.dtype)
+            narrow, act = x.to(self.gate_up.dtype), ExpertOptions(self.activation, self.interleaved)
+            return mix_experts(narrow, weights, routing_weights, plan, act).to(x.dtype)
         gate_up = self.gate_up, self.gate_up_scale, self.gate_up_bias
         down = self.down, self.down_scale, self.down_bias
         return quantized_experts(x, gate_up, down, routing_weights, plan, self.activation, self.interleaved)
@@ -300,8 +300,6 @@ def convert(module: nn.Module, kind: type[nn.Module], dtype: str, found: Found) 
     module.__class__ = quantized
     assert isinstance(module, Quantized)
     module.dtype = dtype
-    if isinstance(module, WithOptions):
-        module.fp8 = None  # products of 16 bits stay so
     for name, weight, bias in tensors:
         module.set_weight(name, weight.mT if kind is OptimizedMoELayer else weight, bias, found)
 

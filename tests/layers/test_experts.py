@@ -7,6 +7,7 @@ import pytest
 import torch
 from check import assert_as_good_as_torch, error, with_gradients
 from layers.double_loop import ACTIVATIONS, GATED, experts_loop
+from torch import nn
 
 from moe_aiter.kernels.experts.options import ExpertOptions
 from moe_aiter.layers.experts import Experts
@@ -314,6 +315,25 @@ def test_options_are_attributes():
     older = Experts.__new__(Experts)
     older.__setstate__(state)
     assert older.options == experts.options and older.fp8 is None and "fp8" not in vars(older)
+
+
+def test_options_that_do_not_fit_each_other_raise_when_they_are_used():
+    """One can be set after the other, in any order; a subclass may set them in an __init__ of its own."""
+
+    class Plain(Experts):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.interleaved, self.activation = True, "relu"
+            self.gate_up = nn.Parameter(torch.ones(E, WIDTH, H))
+            self.down = nn.Parameter(torch.ones(E, H, WIDTH))
+            self.gate_up_bias = self.down_bias = None
+
+    experts, (x, expert_ids, routing_weights) = Plain(), draw()
+    plan = make_plan(expert_ids, E)
+    with pytest.raises(ValueError, match="'relu' has no gate to interleave"):
+        copy.deepcopy(experts)(x, routing_weights, plan)
+    experts.interleaved = False
+    assert experts(x, routing_weights, plan).shape == (T, H)
 
 
 @pytest.mark.parametrize(

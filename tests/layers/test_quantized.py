@@ -277,6 +277,18 @@ def test_bad_inputs_are_named():
         experts(torch.randn(5, 63), torch.ones(5, 1), plan)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_sixteen_bits_stay_so(dtype):
+    """Also of experts with 8-bit products, and in pickles from before, which keep `fp8`."""
+    experts, plan = Experts(4, 64, 64), make_plan(torch.zeros(5, 1, dtype=torch.int64), 4)
+    args = torch.randn(5, 64), torch.ones(5, 1), plan
+    expected = quantize(experts, dtype)(*args)
+    experts.fp8 = "e4m3"
+    quantized = quantize(experts, dtype)
+    quantized.fp8 = experts.fp8
+    assert torch.equal(quantized(*args), expected)
+
+
 def test_the_example_of_the_guide(device):
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).to(device)
     quantized_model = aiter.quantize(model, dtype="int8")

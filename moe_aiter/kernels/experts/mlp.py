@@ -225,6 +225,7 @@ def new_inputs(
     x: Tensor, w: ExpertWeights, routing_weights: Tensor, plan: tuple, options: ExpertOptions
 ) -> ExpertInputs:
     """Return the inputs of the experts, checked, and cast under torch.autocast."""
+    options.check()
     check_plan(plan)
     x, gate_up, down = cast_as_linear(x, w.gate_up, w.down)
     tensors = x, gate_up, w.gate_up_bias, down, w.down_bias, routing_weights

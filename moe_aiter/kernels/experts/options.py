@@ -13,7 +13,10 @@ from .glu import glu
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """The options of `expert_mlp`.  Raises ValueError for values that do not fit, TypeError for kinds."""
+    """The options of `expert_mlp`.  Raises ValueError for values that are unknown, TypeError for kinds.
+
+    `check` raises for values that do not fit each other: a module can be set one after the other.
+    """
 
     activation: str = "swiglu"
     interleaved: bool = False
@@ -22,14 +25,17 @@ class ExpertOptions:
     fp8: str | None = None
 
     def __post_init__(self) -> None:
-        if not get_activation(self.activation).gated and self.interleaved:
-            what = f"the activation {self.activation!r} has no gate to interleave"
-            raise ValueError(f"interleaved=True, but {what}")
+        get_activation(self.activation)
         if self.row_chunks is not None:
             check_sizes(row_chunks=self.row_chunks)
         check_known("recompute", self.recompute, ("none", "z"))
         if self.fp8 not in (None, *RECIPES):
             raise ValueError(f"unknown fp8 {self.fp8!r}; known: None, {', '.join(RECIPES)}")
+
+    def check(self) -> None:
+        if self.interleaved and not get_activation(self.activation).gated:
+            what = f"the activation {self.activation!r} has no gate to interleave"
+            raise ValueError(f"interleaved=True, but {what}")
 
     def activate(self, z: Tensor) -> Tensor:
         """Apply the activation to `z`, (R, 2I) or (R, I); returns (R, I): see `glu`."""
