@@ -8,14 +8,20 @@ from ..private_api import WRAPPERS
 
 
 class Attachment(contextlib.ExitStack):
-    """Attributes and hooks of modules; `close`, or the end of a `with` block, takes them off."""
+    """Attributes and hooks of modules; `close`, or the end of a `with` block, takes them off.
+
+    A copy, by copy.deepcopy or pickle, has none to take off: they are on the modules of the original.
+    """
+
+    def __reduce__(self) -> tuple[type["Attachment"], tuple[()]]:
+        return Attachment, ()
 
     def put(self, owner: object, name: str, value: Any) -> None:
         """Give an object an attribute of its own.  In the end it has the one from before, or none."""
         if name in vars(owner):
             self.callback(setattr, owner, name, vars(owner)[name])
         else:
-            self.callback(delattr, owner, name)
+            self.callback(vars(owner).pop, name, None)
         setattr(owner, name, value)
 
     def hook(self, handle: Any) -> None:

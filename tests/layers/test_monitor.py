@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import forked
 import numpy as np
@@ -195,6 +196,18 @@ def test_state_copies_and_pickles_know_nothing_of_it():
         assert twin.monitor is None
         twin(x)
     assert monitor.read()["MoE"].tokens == 0
+
+
+def test_a_copy_of_a_monitor_leaves_the_model_alone():
+    """A model may have its monitor as an attribute, and be copied or saved with it."""
+    model = nn.Sequential(build())
+    model.monitor = Monitor(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.monitor.remove()
+        assert twin[0].monitor is None and model[0].monitor is not None
+    del model[0].monitor
+    model.monitor.remove()
+    assert model[0].monitor is None
 
 
 def test_a_model_that_is_materialised_after(device):
