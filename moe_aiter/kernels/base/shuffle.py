@@ -36,7 +36,8 @@ def shuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool =
 def unshuffle_weight(x: Tensor, layout: tuple[int, int] = LAYOUT, use_int4: bool = False) -> Tensor:
     """A copy of a shuffled `x` (..., N, K) in the usual order: the exact inverse of `shuffle_weight`."""
     rows, columns, vector = check_shuffle(x, layout, use_int4)
-    sizes = {"n": x.shape[-2] // rows, "rows": rows, "vectors": columns // vector, "size": vector}
+    sizes = {"n": x.shape[-2] // rows, "k": x.shape[-1] // columns}
+    sizes |= {"rows": rows, "vectors": columns // vector, "size": vector}
     blocks = "... (n k vectors rows size) -> ... n rows k vectors size"
     return tag(copied(rearrange(as_bytes(x).flatten(-2), blocks, **sizes), x), False)
 

@@ -187,6 +187,7 @@ def check_float32(name: str, t: Tensor, *shape: int) -> None:
 
 
 def new_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]:
+    check_tensor("x", i.x)
     if i.x.dim() not in (2, 3):
         raise ValueError(f"x must be (M, K) or (G, M, K), but it has shape {tuple(i.x.shape)}")
     check_fields(i)

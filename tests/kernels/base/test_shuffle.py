@@ -33,6 +33,7 @@ def same(a, b):
         ((3, 32, 64), (32, 16)),
         ((2, 2, 16, 64), (8, 32)),
         ((0, 16, 32), (16, 16)),
+        ((0, 32), (16, 16)),
     ],
 )
 def test_the_inverse_is_exact(dtype, shape, layout):

@@ -222,3 +222,5 @@ def test_rows_of_nothing_have_the_scale_of_zeros(device, shape, format):
 def test_rows_that_are_no_tensor():
     with pytest.raises(TypeError, match="x must be a tensor, not list"):
         quantize_rows([[1.0, 2.0]])
+    with pytest.raises(TypeError, match="x must be a tensor, not NoneType"):
+        torch.ops.moe_aiter.quantize_rows(None, "e4m3")
