@@ -108,21 +108,26 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
 
 
 def imported(place: str) -> typing.Any:
-    """Import what a command names; the example from beside the package's source, never from sys.path."""
+    """Import what a command names."""
     package = place.partition(".")[0]
     if package == EXAMPLE.name and package not in sys.modules:
-        if not is_source(EXAMPLE.parents[1]):
-            raise SettingError(
-                "an installed package does not contain this example, which is examples/language_model/ of "
-                f"{repository()}: clone it, and run `pip install -e '.[train]'` there"
-            )
-        spec = importlib.util.spec_from_file_location(package, EXAMPLE / "__init__.py")
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-        with contextlib.ExitStack() as failed:
-            failed.callback(sys.modules.pop, package)
-            spec.loader.exec_module(sys.modules[package])
-            failed.pop_all()
+        import_example(package)
     return pkgutil.resolve_name(place)
+
+
+def import_example(package: str) -> None:
+    """Import the example under this name from beside the package's source, never from sys.path."""
+    if not is_source(EXAMPLE.parents[1]):
+        raise SettingError(
+            "an installed package does not contain this example, which is examples/language_model/ of "
+            f"{repository()}: clone it, and run `pip install -e '.[train]'` there"
+        )
+    spec = importlib.util.spec_from_file_location(package, EXAMPLE / "__init__.py")
+    sys.modules[package] = importlib.util.module_from_spec(spec)
+    with contextlib.ExitStack() as failed:
+        failed.callback(sys.modules.pop, package)
+        spec.loader.exec_module(sys.modules[package])
+        failed.pop_all()
 
 
 def is_source(folder: pathlib.Path) -> bool:

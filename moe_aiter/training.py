@@ -2,7 +2,7 @@
 
 import warnings
 
-from .cli import imported
+from .cli import import_example
 from .config import SettingError
 
 warnings.warn(
@@ -11,7 +11,6 @@ warnings.warn(
     stacklevel=2,
 )
 try:
-    example = imported("language_model")
+    import_example(__name__)  # which takes the place of this module
 except SettingError as error:  # an installed package
     raise ImportError(error) from error
-UsageError, need, __path__ = example.UsageError, example.need, example.__path__

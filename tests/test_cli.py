@@ -179,10 +179,13 @@ def test_the_address_of_the_source(urls, monkeypatch):
     assert cli.repository() == ("https://example.org/moe_aiter" if urls else "its repository")
 
 
-def test_the_former_module_of_the_trainer_is_deprecated():
-    code = "from moe_aiter.training.report import OF_LAYERS; print(OF_LAYERS['entropy'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "entropy of the load, over log E\n"
+def test_the_former_module_of_the_trainer_is_deprecated(strangers):
+    """It leaves the name `language_model` to others."""
+    code = "from moe_aiter.training.report import OF_LAYERS; import language_model, moe_aiter.training as t\n"
+    code += "print(OF_LAYERS['entropy'], language_model.__file__, t.UsageError.__module__)"
+    done = run_in(strangers, [strangers, ROOT], "-c", code)
+    own = f"{strangers}/language_model/__init__.py moe_aiter.training"
+    assert done.stdout == f"entropy of the load, over log E {own}\n"
     assert "moe_aiter.training is deprecated: use examples/language_model/" in done.stderr
 
 
