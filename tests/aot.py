@@ -147,7 +147,8 @@ class Launch:
     def choices(self) -> set[tuple]:
         """What Triton compiles for, numbers aside: dtypes, what is there, and other constants."""
         named = {**dict(zip(self.fn.arg_names, self.args, strict=False)), **self.options}
-        return {(name, kind(v)) for name, v in named.items()}
+        dtypes = {found for v in named.values() if isinstance(found := kind(v), torch.dtype)}
+        return dtypes | {(name, torch.dtype if kind(v) in dtypes else kind(v)) for name, v in named.items()}
 
     def spilled(self) -> dict[str, int]:
         """Bytes or registers that live in memory instead of registers, where there are any.
