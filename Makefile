@@ -68,8 +68,9 @@ test: $(READY)
 	exit $$status
 
 # one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
-MANY_PROCESSES = $(addprefix tests/,test_compile.py test_compile_ones.py test_readme.py upstream fuzz \
-	integrations/test_examples.py layers/test_fsdp.py) \
+MANY_PROCESSES = $(addprefix tests/,test_compile.py test_compile_ones.py test_loads.py test_readme.py test_torch_ops.py \
+	upstream fuzz distributed benchmarks/test_parallel.py \
+	$(addprefix integrations/test_,examples.py transformers_parallel.py torchtitan_parallel.py) layers/test_fsdp.py) \
 	$(addprefix examples/language_model/tests/test_,trainer.py distributed_train.py)
 test-quick: $(READY)
 	$(PYTEST) --cases one -m "not full" $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
