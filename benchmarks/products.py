@@ -133,14 +133,15 @@ class KernelTimer:
     def cells(self, reps: int) -> list[dict]:
         """Return the cells that each contender's row gets."""
         times = kernel_times(self.runs, reps, self.lead) if self.on_gpu else time_calls(self.runs, reps)
-        hosts = [t.median for t in times]
+        hosts = times
         if self.host and self.on_gpu:
             hosts = time_calls([one.run for one in self.field], reps, wait=torch.cuda.synchronize)
         return [self.cells_of(*each) for each in zip(self.field, times, hosts, strict=True)]
 
-    def cells_of(self, product: Product, times: Times, host: float) -> dict:
+    def cells_of(self, product: Product, times: Times, host: Times) -> dict:
         us = times.median
-        cells = {"us": us, "ms": us / 1e3, "p20": times.p20 / 1e3, "p80": times.p80 / 1e3, "host_us": host}
+        cells = {"us": us, "host_us": host.median}
+        cells |= {"ms": us / 1e3, "p20": times.p20 / 1e3, "p80": times.p80 / 1e3}
         cells |= {"gb_per_s": product.bytes / us / 1e3} if product.bytes else {}
         return cells | ({"tflops": product.flops / us / 1e6} if product.flops else {})
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import products
-from benchmarks.products import copier, kernels
+from benchmarks.products import KernelTimer, Product, copier, kernels
+from moe_aiter.bench.measure import time_calls
 
 
 @pytest.mark.gpu
@@ -41,3 +42,17 @@ def test_a_copy_is_of_whole_pages(half):
     target.zero_()
     copy()
     assert (target == 7).all()
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_cells_are_numbers(on_gpu, host, monkeypatch):
+    """On a GPU, calls and kernels are timed apart."""
+    monkeypatch.setattr(products, "kernel_times", lambda runs, reps, lead: time_calls(runs, reps))
+    monkeypatch.setattr(torch.cuda, "synchronize", int)
+    timer = KernelTimer(torch.device("cpu"), host)
+    timer.add(Product("moe_aiter", lambda: torch.ones(3), flops=6, bytes=12))
+    timer.on_gpu = on_gpu
+    (cells,) = timer.cells(reps=2)
+    assert set(cells) == {"us", "ms", "p20", "p80", "host_us", "gb_per_s", "tflops"}
+    assert all(type(cell) is float and cell > 0 for cell in cells.values())
