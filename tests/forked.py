@@ -1,6 +1,7 @@
 """Scripts, torchrun's ranks and functions, forked from a process that has imported what takes seconds."""
 
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -25,6 +26,7 @@ SLOW = [
     *("torch.distributed.tensor.parallel", "moe_aiter.cli", "moe_aiter.distributed", "pytest"),
     *("transformers.modeling_utils", "peft"),
 ]
+PATIENCE = 600  # seconds, then a process prints where it is, and fails
 
 
 def environment() -> dict[str, str]:
@@ -82,10 +84,12 @@ def torchrun(ranks: int) -> list[dict[str, str]]:
 def become(script: str, words: list[str], cwd: pathlib.Path, files: list[pathlib.Path], variables: dict):
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     os.chdir(cwd)
     os.environ.update(variables)
     sys.argv, sys.path[0] = [script, *words], os.path.dirname(script)
-    runpy.run_path(script, run_name="__main__")
+    # kept until the end: torch may hang where it frees a model in DistributedDataParallel after its group
+    kept = runpy.run_path(script, run_name="__main__")  # noqa: F841
     if "RANK" in variables:
         end()
 
@@ -106,6 +110,7 @@ def call(function: Callable, world: int, *args: object) -> None:
 
 
 def with_settings(rank: int, function: Callable, given: Settings, variables: dict, *args: object) -> None:
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     for name, value in vars(given).items():
         object.__setattr__(settings, name, value)  # those of the server are a user's
     os.environ.clear()

@@ -60,6 +60,14 @@ def test_python(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rank_ends_before_its_objects_are_freed(tmp_path):
+    """Else the block with DistributedDataParallel hangs now and then: see forked.become."""
+    block = tmp_path / "block.py"
+    block.write_text("import weakref\nmodel = {1}\nweakref.finalize(model, print, 'freed')")
+    done = forked.run(block, cwd=tmp_path, ranks=1)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 @blocks("bash")
 def test_bash(code, tmp_path):
     """Each line.  But `make` only says what it would do: CI runs `make test`, `make train` takes minutes.
