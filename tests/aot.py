@@ -170,7 +170,8 @@ def kind(value) -> object:
         return tuple(map(kind, value))
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return int
-    return getattr(getattr(value, "base", value), "dtype", repr(value))  # a descriptor has a base
+    whole = getattr(value, "base", value)  # of a descriptor
+    return whole.dtype if hasattr(whole, "dtype") else repr(value)
 
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:
@@ -253,12 +254,12 @@ class Case:
     also: Callable[[str, list[Launch]], None] | None = None
 
     def choices(self, target: str) -> tuple[set[tuple], int]:
-        """What a compilation for `target` would cover of its maker's GPUs, and the number of kernels."""
+        """What a compilation for `target` would cover of its maker's GPUs, and about how long it takes."""
         with compiling_for(TARGETS[target], compile=False) as launches:
             self.run()
         check = getattr(self.also, "__qualname__", self.also)
         choices = {(launch.fn, c) for launch in launches for c in (target, check, *launch.choices)}
-        return choices, len(launches)
+        return choices, sum(5 if ("INTERLEAVED", "True") in launch.choices else 1 for launch in launches)
 
     def check(self, target: str):
         """Compile for `target`, and check the kernels."""

@@ -21,11 +21,10 @@ import torch
 from moe_aiter.config import PREFIX, Settings, interpret, settings
 
 ROOT = pathlib.Path(__file__).parent.parent
-SLOW = [
-    *("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
-    *("torch.distributed.tensor.parallel", "moe_aiter.cli", "moe_aiter.distributed", "pytest"),
-    *("transformers.modeling_utils", "peft"),
-]
+SLOW = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "moe_aiter.distributed", "pytest"]
+if not interpret:
+    SLOW += ["torch._dynamo", "torch._inductor", "torch.distributed.tensor.parallel", "moe_aiter.cli"]
+    SLOW += ["transformers.modeling_utils", "peft"]
 PATIENCE = 600  # seconds, then a process prints where it is, and fails
 
 
