@@ -67,13 +67,12 @@ test: $(READY)
 	echo "Everything, with C++ and torch:"; $(PYTEST) -m "not gpu$(LESS)" $(ARGS) || status=1; \
 	exit $$status
 
-# one case of each test, but for those that start many processes, compile kernels or run the blocks of the docs
-MANY_PROCESSES = $(addprefix tests/,test_compile.py test_compile_ones.py test_loads.py test_readme.py test_torch_ops.py \
-	upstream fuzz distributed benchmarks/test_parallel.py \
-	$(addprefix integrations/test_,examples.py transformers_parallel.py torchtitan_parallel.py) layers/test_fsdp.py) \
-	$(addprefix examples/language_model/tests/test_,trainer.py distributed_train.py)
+# one case of each test, but for the example's and those that start many processes, compile kernels or run the docs' blocks
+NOT_QUICK = $(wildcard examples/language_model/tests/test_*.py) $(addprefix tests/,test_compile.py test_compile_ones.py \
+	test_loads.py test_readme.py test_torch_ops.py upstream fuzz distributed benchmarks/test_parallel.py layers/test_fsdp.py \
+	$(addprefix integrations/test_,examples.py transformers_parallel.py torchtitan_parallel.py))
 test-quick: $(READY)
-	$(PYTEST) --cases one -m "not full" $(addprefix --ignore=,$(MANY_PROCESSES)) $(ARGS)
+	$(PYTEST) --cases one -m "not full and not ranks" $(addprefix --ignore=,$(NOT_QUICK)) $(ARGS)
 
 # every combination of parameters, where `make test` takes each pair of values, every case that is only compiled, and the tests
 # that are marked `full`

@@ -86,8 +86,13 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def walked(path):
+    return list(ast.walk(tree(path)))
+
+
 def nodes(path, *kinds):
-    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    return [node for node in walked(path) if isinstance(node, kinds)]
 
 
 def functions(path):

@@ -436,6 +436,7 @@ def sharded(rank, world, folder):
 
 
 @pytest.mark.skipif(interpret, reason="nothing here runs Triton")
+@pytest.mark.ranks
 def test_two_processes(tmp_path):
     run(2, sharded, tmp_path)
 

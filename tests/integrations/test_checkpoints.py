@@ -324,7 +324,7 @@ here = pathlib.Path(sys.argv[1])
 torch.set_num_threads(1)
 if sys.argv[2] == "write":
     write(here / "small", 4, 64, 64, 1)
-    write(here / "large", 8, 1024, 1024, 8)
+    write(here / "large", 8, 1024, 1024, 5)
 else:
     convert(here / "small", here / "small.ours")  # what is loaded once
     convert(here / "small.ours", here / "small.back", to="huggingface")
@@ -341,7 +341,7 @@ else:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_memory_stays_below_a_shard_and_a_layer(tmp_path):
-    """Eight layers of 50 MB, a file each, there and back, checks included, in a process of its own.
+    """Five layers of 50 MB, a file each, there and back, checks included, in a process of its own.
 
     What is read lies in files that are mapped: those pages the system takes back when it needs them.
     """
@@ -352,7 +352,7 @@ def test_memory_stays_below_a_shard_and_a_layer(tmp_path):
         assert done.returncode == 0, done.stderr
     layer = 3 * 8 * 1024 * 1024 * 2
     written = sum(path.stat().st_size for path in (tmp_path / "large.ours").iterdir())
-    assert written > 8 * layer
+    assert written > 5 * layer
     assert 0 < int(done.stdout) < 60_000_000 + layer
     assert math.isclose(written, sum(p.stat().st_size for p in (tmp_path / "large").iterdir()), rel_tol=1e-3)
 

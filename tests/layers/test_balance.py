@@ -221,6 +221,7 @@ def one_rank(rank, folder, world):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ranks
 def test_counts_are_summed_over_ranks(tmp_path):
     forked.call(one_rank, 2, str(tmp_path), 2)
     (a_loads, a_bias), (b_loads, b_bias) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -180,6 +180,7 @@ def one_rank(rank, folder, world):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ranks
 def test_the_global_loss_counts_over_ranks(tmp_path):
     forked.call(one_rank, 2, str(tmp_path), 2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]

@@ -318,6 +318,7 @@ def one_rank(rank, folder, world):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.ranks
 def test_ranks_are_summed(tmp_path):
     forked.call(one_rank, 2, str(tmp_path), 2)
     (a, both), (b, other) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))

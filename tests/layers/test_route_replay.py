@@ -204,6 +204,7 @@ def rank_trains(rank, world, folder):
     assert torch.equal(*other) and other[0].abs().sum() > 0
 
 
+@pytest.mark.ranks
 def test_data_parallel(tmp_path):
     ranks.run(2, rank_trains, tmp_path)
 
