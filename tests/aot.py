@@ -259,6 +259,10 @@ class Case:
             self.run()
         check = getattr(self.also, "__qualname__", self.also)
         choices = {(launch.fn, c) for launch in launches for c in (target, check, *launch.choices)}
+        if self.matrix:
+            choices |= {(launch.fn, (target, "matrix")) for launch in launches if launch.kernel in PRODUCTS}
+        if self.kernels:
+            choices.add((launches[0].fn, tuple(self.kernels)))
         return choices, sum(5 if ("INTERLEAVED", "True") in launch.choices else 1 for launch in launches)
 
     def check(self, target: str):

@@ -22,7 +22,7 @@ import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_products as products
 import compile_rows as rows
-from aot import FEW_TARGETS, KERNELS, TARGETS, compiling_for, disassembled, new
+from aot import FEW_TARGETS, KERNELS, PRODUCTS, TARGETS, compiling_for, disassembled, new
 from compile_products import Dense
 from pairwise import covering
 
@@ -73,6 +73,15 @@ def test_every_kernel_has_a_case():
         for target in {"sm_90"} & set(case.targets):
             launched |= {fn for fn, _ in case.choices(target)[0]}
     assert KERNELS and not [name for name, fn in KERNELS.items() if fn not in launched]
+
+
+def test_few_cases_ask_for_matrix_instructions():
+    def asks(found):
+        choices = [choice for target, name in found for choice in TABLE[name].choices(target)[0]]
+        return {fn.__name__ for fn, choice in choices if choice == ("sm_90", "matrix")}
+
+    portable = {name.rpartition(".")[2] for name in KERNELS if not name.startswith("hopper.")}
+    assert PRODUCTS & portable <= asks([case for case in few_cases() if case[0] == "sm_90"])
 
 
 def test_every_tile_has_a_case():
