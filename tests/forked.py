@@ -25,6 +25,7 @@ SLOW = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "moe_aiter.dis
 if not interpret:
     SLOW += ["torch._dynamo", "torch._inductor", "torch.distributed.tensor.parallel", "moe_aiter.cli"]
     SLOW += ["transformers.modeling_utils", "peft"]
+KEPT: list[object] = []  # what a script leaves: torch may hang where it frees a model in DDP after its group
 PATIENCE = 600  # seconds, then a process prints where it is, and fails
 
 
@@ -87,8 +88,11 @@ def become(script: str, words: list[str], cwd: pathlib.Path, files: list[pathlib
     os.chdir(cwd)
     os.environ.update(variables)
     sys.argv, sys.path[0] = [script, *words], os.path.dirname(script)
-    # kept until the end: torch may hang where it frees a model in DistributedDataParallel after its group
-    kept = runpy.run_path(script, run_name="__main__")  # noqa: F841
+    try:
+        KEPT.append(runpy.run_path(script, run_name="__main__"))
+    except BaseException as error:
+        KEPT.append(error)  # whose frames have the variables
+        raise
     if "RANK" in variables:
         end()
 

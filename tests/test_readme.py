@@ -60,12 +60,13 @@ def test_python(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rank_ends_before_its_objects_are_freed(tmp_path):
+@pytest.mark.parametrize("end, status", [("", 0), ("raise SystemExit", 0), ("exit(3)", 3), ("1 / 0", 1)])
+def test_a_rank_ends_before_its_objects_are_freed(end, status, tmp_path):
     """Else the block with DistributedDataParallel hangs now and then: see forked.become."""
     block = tmp_path / "block.py"
-    block.write_text("import weakref\nmodel = {1}\nweakref.finalize(model, print, 'freed')")
+    block.write_text("import weakref\nmodel = {1}\nweakref.finalize(model, print, 'freed')\n" + end)
     done = forked.run(block, cwd=tmp_path, ranks=1)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout) == (status, "")
 
 
 @blocks("bash")

@@ -329,7 +329,7 @@ else:
     convert(here / "small", here / "small.ours")  # what is loaded once
     convert(here / "small.ours", here / "small.back", to="huggingface")
     seen, done = [held()], threading.Event()
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     convert(here / "large", here / "large.ours", shard_bytes=60_000_000)
     convert(here / "large.ours", here / "large.back", to="huggingface", shard_bytes=60_000_000)

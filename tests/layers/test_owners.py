@@ -167,6 +167,7 @@ def shard_parts(rank, world, folder):
                 assert error(whole(p.grad), q.grad) < 1e-5, f"{name}: {key}"
 
 
+@pytest.mark.ranks
 def test_parts_sharded_by_fsdp(tmp_path):
     run(2, shard_parts, tmp_path)
 
