@@ -90,7 +90,7 @@ def become(script: str, words: list[str], cwd: pathlib.Path, files: list[pathlib
     sys.argv, sys.path[0] = [script, *words], os.path.dirname(script)
     try:
         KEPT.append(runpy.run_path(script, run_name="__main__"))
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         KEPT.append(error)  # whose frames have the variables
         raise
     if "RANK" in variables:
