@@ -63,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
         if problems := complaints(shape):
             raise CheckpointError(name, problems)
         print("\n".join(report_lines(name, shape, args.target or HOPPER)))
+        if not args.target:
+            print(f"without --target: as on {HOPPER} ({TARGETS[HOPPER]}), whatever GPU is here", file=sys.stderr)
     except CheckpointError as error:
         print(f"moe-aiter info: error: {error}", file=sys.stderr)
         return 2

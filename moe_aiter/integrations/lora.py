@@ -177,7 +177,9 @@ def read_lora_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]
     """Which weights have adapters, and the arguments of `LoRAFactors`."""
     names = (config.get("target_parameters") or []) if isinstance(config, dict) else []
     if not names or config.get("peft_type") != "LORA" or config.get("target_modules"):
-        raise ValueError(f"{path} is not of a LoRA of target_parameters alone")
+        raise ValueError(
+            f"{path} is not of a LoRA of target_parameters alone, the stacked form, which load_lora reads"
+        )
     if missing := [key for key in ("r", "lora_alpha") if key not in config]:
         raise ValueError(f"{path} has no {missing[0]}")
     if other := [key for key in ("rank_pattern", "alpha_pattern", "use_dora") if config.get(key)]:

@@ -136,7 +136,9 @@ def test_tokens_of_a_published_model_are_those_of_its_row(capsys):
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "GPT-OSS", "openai/gpt-oss-20b"])
 def test_a_published_model_by_name(name, info, capsys):
     assert cli.main(["info", "--model", name, "--tokens", "64"]) == 0
-    head, *rest = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err == "without --target: as on sm_90 (H100, H200), whatever GPU is here\n"
+    head, *rest = printed.out.splitlines()
     assert head.startswith(
         "gpt-oss-20b on sm_90, bfloat16: T, H, I, E, k = 64, 2880, 2880, 32, 4; swiglu_oai, "
     )

@@ -140,6 +140,8 @@ def test_faults(tmp_path):
         upcycle(tmp_path / "dense", tmp_path / "ours", 3, 2)
     with pytest.raises(ValueError, match="noise must be at least 0"):
         upcycle(tmp_path / "dense", tmp_path / "ours", 3, 2, noise=-1)
+    with pytest.raises(ValueError, match="top_k is 8 but num_experts is 4"):
+        upcycle(tmp_path / "dense", tmp_path / "ours", 4, 8)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
@@ -148,6 +150,11 @@ def test_the_command_refuses(experts, top_k, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["convert", "dense", "moe", "--upcycle", "--experts", experts, "--top-k", top_k])
     assert "is less than 1" in capsys.readouterr().err
+
+
+def test_the_command_names_its_own_options(capsys):
+    assert main(["convert", "dense", "moe", "--upcycle", "--experts", "4", "--top-k", "8"]) == 2
+    assert "--top-k is 8 but --experts is 4" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, capsys):

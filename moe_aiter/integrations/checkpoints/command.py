@@ -82,6 +82,8 @@ def run_conversion(args: argparse.Namespace) -> Report:
             return convert(args.source, args.target, to, **common, progress=bar)
     if args.experts is None or args.top_k is None:
         raise CheckpointError("wrong options", ["--upcycle needs --experts and --top-k"])
+    if args.top_k > args.experts:
+        raise CheckpointError("wrong options", [f"--top-k is {args.top_k} but --experts is {args.experts}"])
     with contextlib.closing(Bar()) as bar:
         common |= {"to": args.to or LAYOUTS[0], "progress": bar}
         return upcycle(args.source, args.target, args.experts, args.top_k, **options, **common)
