@@ -64,7 +64,9 @@ def main(args: argparse.Namespace) -> int:
             raise CheckpointError(name, problems)
         print("\n".join(report_lines(name, shape, args.target or HOPPER)))
         if not args.target:
-            print(f"without --target: as on {HOPPER} ({TARGETS[HOPPER]}), whatever GPU is here", file=sys.stderr)
+            print(
+                f"without --target: as on {HOPPER} ({TARGETS[HOPPER]}), whatever GPU is here", file=sys.stderr
+            )
     except CheckpointError as error:
         print(f"moe-aiter info: error: {error}", file=sys.stderr)
         return 2
