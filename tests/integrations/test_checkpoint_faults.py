@@ -400,7 +400,7 @@ def test_a_missing_package_says_how_to_install_it(package, tmp_path):
         ("--to olmoe", "invalid choice"),
         ("--noise 1", "need --upcycle"),
         ("--upcycle --top-k 2", "--upcycle needs --experts and --top-k"),
-        ("--upcycle --experts 2 --top-k 3", "top_k is 3 but num_experts is 2"),
+        ("--upcycle --experts 2 --top-k 3", "--top-k is 3 but --experts is 2"),
         ("--upcycle --experts 2 --top-k 1 --noise -1", "-1 must be at least 0 and finite"),
         ("--upcycle --experts 2 --top-k 1 --seed 99999999999999999999", "must be at least 0 and below 2^63"),
     ],

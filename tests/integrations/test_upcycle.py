@@ -152,11 +152,6 @@ def test_the_command_refuses(experts, top_k, capsys):
     assert "is less than 1" in capsys.readouterr().err
 
 
-def test_the_command_names_its_own_options(capsys):
-    assert main(["convert", "dense", "moe", "--upcycle", "--experts", "4", "--top-k", "8"]) == 2
-    assert "--top-k is 8 but --experts is 4" in capsys.readouterr().err
-
-
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("tqdm")
     save_dense(tmp_path / "dense", "mistral")
