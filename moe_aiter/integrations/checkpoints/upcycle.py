@@ -57,8 +57,6 @@ def upcycle(
     """
     check_known("to", to, LAYOUTS[:2])  # "huggingface" has the keys of the hub here
     check_sizes(num_experts=num_experts, top_k=top_k)
-    if top_k > num_experts:
-        raise ValueError(f"top_k is {top_k} but num_experts is {num_experts}")
     check_not_negative(noise=noise, router_std=router_std)
     target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
