@@ -24,6 +24,7 @@ from .private_api import (
     Scoped,
     any_autocast,
     arguments_of,
+    check_formats,
     current_device,
     dispatch_modes,
     dual_level,
@@ -182,16 +183,19 @@ def register(
         setup = save and saving(save, inputs)
         torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
+    names = [name for name, *_ in arguments]
     short = run if backward is None else shortcut(name, inputs, run, backward, save)
     accepted: set[tuple[type, ...]] = set()  # types of inputs that are checked and need no dispatcher
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            check_formats(names, args)
             return op(*args)
         i = inputs(*args)
         kinds = tuple(map(type, i))
         if kinds not in accepted or is_transformed() or i[0].is_meta:
             check_kinds(arguments, i)
+            check_formats(names, i)
             check_transforms(name, i, mutates)
             # one sample after another, of which torch's dispatcher knows no way to write in place
             if not is_plain(i) or (is_batched() and not mutates):

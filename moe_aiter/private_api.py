@@ -155,6 +155,32 @@ COMPILED = "_orig_mod"  # where the module that torch.compile returns has the or
 WRAPPERS = {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # where torch's wrappers have it
 
 
+def check_formats(names: list[str], inputs: tuple) -> None:
+    """Refuse torchao's tensors: those for training give an op their numbers, and torchao's recipe is lost."""
+    for name, value in zip(names, inputs, strict=False):
+        if is_of_torchao(value):
+            raise TypeError(
+                f"{name} is a {type(value).__name__} of torchao, a format that no kernel of moe_aiter reads: "
+                "leave its module out of torchao's quantize_ (filter_fn). MoE(fp8=...) trains with 8-bit "
+                "products; moe_aiter.quantize converts experts to 8 or 4 bits"
+            )
+
+
+def is_of_torchao(value: object) -> bool:
+    """Whether it is a tensor of torchao: of 8 bits or fewer, or one whose products shall be."""
+    return (
+        isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter) and is_torchaos(type(value))
+    )
+
+
+def is_torchaos(kind: type) -> bool:
+    return kind.__module__.startswith("torchao.")
+
+
+# Dynamo cannot read the name of a class's module; torch.compiler.assume_constant_result would import Dynamo
+is_torchaos._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters of a module alone, by name."""
     return module._parameters

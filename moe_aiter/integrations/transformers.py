@@ -29,14 +29,14 @@ from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import Projection, experts_by_step
-from ..layers.experts import Weights, through
+from ..layers.experts import Weights, local_part, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.lora import LoRAFactors
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
-from ..private_api import is_changed, own_buffers, own_modules
+from ..private_api import is_changed, is_of_torchao, own_buffers, own_modules, own_parameters
 from ..routing.plan import RoutePlan, make_plan, unpermute
 
 if TYPE_CHECKING:
@@ -268,6 +268,10 @@ def path_of(module: nn.Module, adapted: bool) -> ModulePath:
         return ModulePath(
             kind, "not ours", f"its configuration has experts_implementation={implementation!r}"
         )
+    for name, weight in own_parameters(module).items():
+        if is_of_torchao(weight := local_part(weight)):
+            why = f"{name} is a {type(weight).__name__} of torchao, which the kernels refuse"
+            return ModulePath(kind, "not ours", why)
     if not dtypes <= set(FLOATS):
         return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
     if any(w is not None for w in packed):
