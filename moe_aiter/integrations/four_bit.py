@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..kernels.base.check import check_known, check_parameter_dtype, checked
-from ..kernels.quantize.four_bit import FORMATS, quantized
+from ..kernels.quantize.four_bit import FORMATS, FP8, quantized
 from ..layers.four_bit import FourBitWeight
 from ..private_api import own_parameters
 from .transformers import ADAPTERS, BLOCKS, NAME, SCALES, four_bits_of, is_experts, names_of, register
@@ -45,7 +45,12 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
         if getattr(module, ADAPTERS, None):
             raise ValueError(f"{name} has adapters: call quantize_experts first, and add_lora then")
         for weight in names_of(module):
-            if four_bits_of(module, weight) is None:
+            if (made := four_bits_of(module, weight)) is not None and made.format == FP8:
+                raise ValueError(
+                    f"{name} has weights of 8 bits, of an FP8 checkpoint: to quantise them to {format}, "
+                    "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+                )
+            if made is None:
                 check_packable(module, weight, FORMATS[format].block)
     for module in found.values():
         for weight in names_of(module):

@@ -20,14 +20,16 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import FLOATS, cast_as_linear, check_positive, check_sizes, checked
+from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
-from ..kernels.quantize.four_bit import FourBit
+from ..kernels.quantize.four_bit import FP8, FourBit, blocks_of
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import Weights, local_part, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
@@ -47,6 +49,7 @@ __all__ = ["check", "known_gate", "register", "unregister"]
 NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
 BLOCKS, SCALES = "_blocks", "_scales"  # how the parts of a weight in MXFP4 are called, after its name
+SCALE_INV = "_scale_inv"  # how the scales of a weight in FP8 are called, after its name
 OLDEST = (5, 7)  # those before know a fixed list of names
 
 # activation functions by what they are called: f of a plain activation; f of a gated one, f(gate) * up
@@ -113,6 +116,8 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
     interface().register(NAME, experts_forward)
+    if (of_fp8 := fp8_interface()) is not None:
+        of_fp8.register(NAME, experts_forward)
     if (parallel := parallel_interface()) is not None:
         parallel.register(NAME, DispatchedExperts)
     options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
@@ -137,6 +142,8 @@ def unregister() -> None:
     The next forward pass of a model that still uses it raises an error.
     """
     interface()._global_mapping.pop(NAME, None)
+    if (of_fp8 := fp8_interface()) is not None:
+        of_fp8._global_mapping.pop(NAME, None)
     if (parallel := parallel_interface()) is not None:
         parallel._global_mapping.pop(NAME, None)
     _options.clear()
@@ -165,6 +172,15 @@ def interface() -> type:
     from transformers.integrations.moe import ExpertsInterface
 
     return ExpertsInterface
+
+
+def fp8_interface() -> type | None:
+    """transformers' registry of experts with FP8 weights, None in a version without one."""
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    except ImportError:
+        return None
+    return FP8ExpertsInterface
 
 
 def parallel_interface() -> type | None:
@@ -262,7 +278,10 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
 
 def path_of(module: nn.Module, adapted: bool) -> ModulePath:
     kind, implementation = type(module).__name__, implementation_of(module)
-    packed = [four_bits_of(module, name) for name in names_of(module)]
+    try:
+        packed = [four_bits_of(module, name) for name in names_of(module)]
+    except (TypeError, ValueError) as error:
+        return ModulePath(kind, "not ours", f"the kernels refuse its weights: {error}")
     dtypes = {getattr(module, n).dtype for n, w in zip(names_of(module), packed, strict=True) if w is None}
     if implementation != NAME:
         return ModulePath(
@@ -275,7 +294,10 @@ def path_of(module: nn.Module, adapted: bool) -> ModulePath:
     if not dtypes <= set(FLOATS):
         return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
     if any(w is not None for w in packed):
-        return ModulePath(kind, "two products", "its weights have 4 bits, dequantised inside the products")
+        how = "4 bits, dequantised inside the products"
+        if FP8 in {w.format for w in packed if w is not None}:
+            how = "8 bits, multiplied by rows of 8 bits"
+        return ModulePath(kind, "two products", f"its weights have {how}")
     if adapted or getattr(module, ADAPTERS, None):
         return ModulePath(kind, "two products", "each weight has an adapter's products beside its own")
     gate, why = gate_and_reason(module)
@@ -375,7 +397,11 @@ def weights_of(module: nn.Module) -> ExpertWeights:
 
 
 def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
-    """Return a weight (E, out, in) of an experts module if `integrations.four_bit` made it one of 4 bits."""
+    """Return a weight (E, out, in) of experts if `integrations.four_bit` gave it 4 bits, or of transformers'
+    FP8Experts."""
+    scale = own_parameters(module).get(name + SCALE_INV)
+    if scale is not None:
+        return fp8_of(module, local_part(own_parameters(module)[name]), local_part(scale))
     weight = own_modules(module).get(name)
     if isinstance(weight, FourBitWeight):
         return weight.weight()
@@ -384,6 +410,24 @@ def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
         return None
     dtype = getattr(module, f"{name}_bias").dtype
     return from_mxfp4(blocks, own_buffers(module)[name + SCALES], dtype).weight()
+
+
+def fp8_of(module: nn.Module, weight: Tensor, scale_inv: Tensor) -> FourBit:
+    """Return a weight of transformers' FP8Experts: of FP8 in blocks of 128 x 128 or whole experts, or of FP4.
+
+    Rows are quantised as they come, also where the checkpoint has static scales of activations.
+    """
+    dtype = getattr(module.config, "dtype", None) or torch.get_default_dtype()
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if weight.dtype == torch.int8:
+        exponents = scale_inv.detach().view(torch.uint8)
+        return FourBit(weight.detach().view(torch.uint8), exponents, None, None, None, "mxfp4", dtype)
+    if module.block_size is not None and tuple(module.block_size) != (ROW_BLOCK, ROW_BLOCK):
+        raise ValueError(
+            f"{type(module).__name__} has scales of blocks of {tuple(module.block_size)}; "
+            f"experts_implementation={NAME!r} reads those of ({ROW_BLOCK}, {ROW_BLOCK}) and of whole experts"
+        )
+    return blocks_of(weight, scale_inv, dtype)
 
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ from ..kernels.quantize.four_bit import (
     FORMATS,
     NESTED,
     FourBit,
+    blocks_of,
     check_four_bit,
     packed_codes,
     quantized,
@@ -34,9 +35,10 @@ class FourBitWeight(nn.Module):
 
     `format`: "nf4", "mxfp4" or "int4".  Buffers: packed (E, out, in / 2) uint8, two codes in a byte; scales
     (E, out, in / block), for blocks of 64 (nf4), 32 (mxfp4) or 128 (int4); nested, offset and table, which
-    only some formats have.  `dtype` is what tiles of it are dequantised to, that of the weight it was made
-    of; `.to(dtype)` changes it and no buffer.  If ranks share the experts, buffers are DTensors, of which
-    `weight` and `dequantize` return this rank's part.
+    only some formats have.  "fp8" has 8 bits: packed (E, out, in) float8_e4m3fn and scales (E, out / 128,
+    in / 128) float32, rounded up.  `dtype` is what tiles of it are dequantised to, that of the weight it was
+    made of; `.to(dtype)` changes it and no buffer.  If ranks share the experts, buffers are DTensors, of
+    which `weight` and `dequantize` return this rank's part.
     """
 
     def __init__(self, weight: FourBit):
@@ -227,6 +229,18 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat
     """
     check_shape("blocks", blocks, "E", "out", "in / 32", "16")
     return FourBitWeight(FourBit(blocks.flatten(2), scales, None, None, None, "mxfp4", dtype))
+
+
+@checked
+def from_fp8(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16) -> FourBitWeight:
+    """Return the FP8 weight (E, out, in) of checkpoints such as DeepSeek-V3's, without a copy.
+
+    weight: (E, out, in) float8_e4m3fn.  scale_inv: what 128 rows of 128 numbers are multiplied by, (E,
+    out / 128, in / 128), rounded up; or (E, 1, 1), for a whole expert; float32 or float8_e8m0fnu.
+    dtype: that of the products' results.  Products quantise their rows as well: see `fp8="block"`.
+    Raises ValueError for shapes, TypeError for dtypes.
+    """
+    return FourBitWeight(blocks_of(weight, scale_inv, dtype))
 
 
 @checked

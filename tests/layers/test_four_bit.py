@@ -21,6 +21,7 @@ from moe_aiter import (
 )
 from moe_aiter.config import interpret
 from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
+from moe_aiter.kernels.quantize.scale_blocks import quantize_blocks
 from moe_aiter.layers import lora
 from moe_aiter.layers.four_bit import (
     STATE,
@@ -28,6 +29,7 @@ from moe_aiter.layers.four_bit import (
     FourBitWeight,
     from_awq,
     from_bitsandbytes,
+    from_fp8,
     from_gptq,
     from_mxfp4,
     join_weights,
@@ -484,6 +486,50 @@ def in_int32(codes, axis, order):
     neighbours = codes.movedim(axis, -1).unflatten(-1, (-1, 8))
     numbers = sum(neighbours[..., place] << 4 * i for i, place in enumerate(order))
     return numbers.movedim(-1, axis).to(torch.int32)  # numbers from 2 ** 31 on become negative
+
+
+def with_fp8(moe: MoE) -> MoE:
+    """The layer with its experts' weights as an FP8 checkpoint has them."""
+    other = quantize(moe, "nf4")
+    for name in ("gate_up", "down"):
+        weight = getattr(moe.experts, name)
+        setattr(other.experts, name, from_fp8(*quantize_blocks(weight, True), weight.dtype))
+    return other
+
+
+@pytest.mark.parametrize("adapted", [None, {}, {"dora": True}], ids=["frozen", "lora", "dora"])
+def test_fp8(device, adapted, tmp_path):
+    moe = MoE(SIZE, 192, num_experts=E, top_k=2, device=device)
+    small = with_fp8(moe)
+    assert small.experts.gate_up.packed.dtype == torch.float8_e4m3fn
+    whole = copy.deepcopy(moe).requires_grad_(False)
+    for name in ("gate_up", "down"):
+        getattr(whole.experts, name).copy_(getattr(small.experts, name).dequantize())
+    if adapted is not None:
+        small.experts, whole.experts = (LoRAExperts(m.experts, rank=4, **adapted) for m in (small, whole))
+    x = torch.randn(T, SIZE, device=device).requires_grad_()
+    y, expected = small(x), whole(x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0.1 * expected.abs().max().item())
+    y.square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in small.parameters() if p.requires_grad)
+    assert torch.equal(torch.compile(small, backend="aot_eager")(x), y)
+    torch.save(small.state_dict(), tmp_path / "moe.pt")
+    state = torch.load(tmp_path / "moe.pt")
+    assert state[next(k for k in state if k.endswith("gate_up.packed"))].dtype == torch.float8_e4m3fn
+    small.load_state_dict(state)
+    assert small.to(torch.bfloat16).state_dict().keys() == state.keys()
+    assert (small.experts if adapted is None else small.experts.base).gate_up.packed.itemsize == 1
+
+
+def test_fp8_scales_of_whole_experts_and_mistakes():
+    weight, scale = torch.randn(E, 130, 70).to(torch.float8_e4m3fn), torch.rand(E, 1, 1)
+    for power in (scale, torch.rand(E, 1, 1).to(torch.float8_e8m0fnu)):
+        exact = weight.float() * power.float()
+        assert torch.equal(from_fp8(weight, power, torch.float32).dequantize(), exact)
+    with pytest.raises(ValueError, match=r"scales is \(4, 3, 1\) but must be \(4, 2, 1\)"):
+        from_fp8(weight, torch.rand(E, 3, 1))
+    with pytest.raises(TypeError, match=r"packed must be torch.float8_e4m3fn, not torch.float8_e5m2"):
+        from_fp8(weight.float().to(torch.float8_e5m2), scale)
 
 
 def test_awq():

@@ -11,7 +11,8 @@ Without an adapter both are grouped products whose gradients keep no rows that w
 of x nor those that are summed up.  The gradient of the routing weights is <u, a> + <g, low> + <dout, bias>,
 with u = w[e].T @ dout and g = b[e].T @ dout.  A frozen weight gets no gradient.
 
-`w` may be a frozen weight of 4 bits (../quantize/four_bit.py): its packed codes, the other parts last.
+`w` may be a frozen weight of 4 or 8 bits (../quantize/four_bit.py): its packed codes, the other parts last.
+With 8 bits, the rows of each product are quantised too, as in fp8.py with the recipe `block`.
 
 `add_low_rank` adds an adapter's second product to that of the weight, in place: `out[s:e] += x[s:e] @ w[g]`,
 with M rows, G groups, r in, N out.  r is a rank and so short that reading and writing `out` once dominates.
@@ -20,6 +21,7 @@ with M rows, G groups, r in, N out.  r is a rank and so short that reading and w
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...op import Written, binds, bound, define_inplace_op, define_op, fill, gradients, pick, takes
@@ -42,9 +44,12 @@ from ..grouped.gmm import GroupedInputs, gmm_op, gmm_reference
 from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
 from ..grouped.segments import segment_weight_gradient
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
-from ..quantize.four_bit import FourBit, check_four_bit
+from ..quantize.four_bit import FP8, FourBit, check_four_bit, codes_in
+from ..quantize.layouts import transpose_rows8
+from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
+from .fp8 import ZFp8Inputs, expert_z_fp8_op
 from .inputs import check_expert_values
 from .up import ZInputs, up_gradients
 
@@ -158,12 +163,14 @@ def parts_of(i: AdaptedUpInputs | AdaptedDownInputs) -> tuple:
 
 
 def whole(i: AdaptedUpInputs | AdaptedDownInputs) -> Tensor:
-    """Return the weight (E, N, K), dequantised to the dtype of the rows if it is one of 4 bits."""
+    """Return the weight (E, N, K), dequantised to the dtype of the rows if it is one of 4 or 8 bits."""
     return FourBit(i.w, *parts_of(i), i[0].dtype).dequantize() if i.format else i.w
 
 
 def adapted_rows(i: AdaptedUpInputs | AdaptedDownInputs, rows: Tensor) -> Tensor:
     """Return w[e] @ rows[r] + bias[e] + b[e] @ low[r] for the row r of each choice."""
+    if i.format == FP8:
+        rows = dequantize(*quantize_blocks(rows, False), rows.dtype)
     out = gmm_reference(GroupedInputs(rows, whole(i).mT, i.group_sizes, i.bias))
     return out if i.low is None else out + gmm_reference(GroupedInputs(i.low, i.b.mT, i.group_sizes, None))
 
@@ -188,8 +195,9 @@ def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_
     if i.format:
         check_four_bit(w, *parts_of(i))
         axis = w_axes.rpartition(" ")[2]
-        words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in 4 bits"
-        check_size(words[0], x.shape[1], words[1], 2 * w.shape[2])
+        bits = 8 // codes_in(i.format)
+        words = f"{name} is ({axes.replace(axis, axis + '={}')})", f"w is ({w_axes}={{}}) in {bits} bits"
+        check_size(words[0], x.shape[1], words[1], codes_in(i.format) * w.shape[2])
     else:
         check_axes(**{name: (x, axes)}, w=(w, w_axes))
         check_float(**{name: x}, w=w)
@@ -201,18 +209,27 @@ def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_
     return x.new_empty(size[rows], w.shape[1])
 
 
-def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs]:
+def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs | ZFp8Inputs]:
     """Return the op of the product with the weight, which gathers rows, and its inputs."""
+    if i.format == FP8:
+        return "expert_z_fp8", by_blocks(i.x, i.w, i.scales, i.bias, i.order, i.rank, i.group_sizes)
     if i.format:
         group = i.group_sizes, i.bias, i.order, i.rank.shape[1]
         return "four_bit_gmm", FourBitInputs(i.x, i.w, *parts_of(i), True, *group)
     return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN)
 
 
+def by_blocks(x: Tensor, w8: Tensor, scale: Tensor, bias: Tensor | None, *routing: Tensor) -> ZFp8Inputs:
+    """Return the inputs of the product of 8 bits, for which rows of x are quantised."""
+    return ZFp8Inputs(*quantize_blocks(x, False), w8, scale, bias, *routing, *PLAIN, x.dtype)
+
+
 @binds
 @takes(*TILE_DTYPES)
 def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
     """Bind the gathering product, and then the adapter in place: two more passes over z instead of four."""
+    if i.format == FP8:
+        return fill_adapted_up
     op, inputs = as_product(i)
     multiply = bound(pick(op, inputs), inputs)
 
@@ -238,6 +255,10 @@ def fill_adapted_up(z: Tensor, i: AdaptedUpInputs) -> None:
 
 def multiplied(x: Tensor, w: Tensor, parts: tuple, transpose: bool, group_sizes, bias=None) -> Tensor:
     """Return x @ w[g].T + bias[g] of each group, or without `transpose` x @ w[g]; `parts` as `parts_of`."""
+    if parts[-1] == FP8:
+        w, scale = (w, parts[0]) if transpose else (transpose_rows8(w), parts[0].mT.contiguous())
+        rows = torch.arange(len(x), device=x.device)  # each where it is
+        return expert_z_fp8_op(*by_blocks(x, w, scale, bias, rows, rows[:, None], group_sizes))
     if parts[-1]:
         return four_bit_gmm_op(x, w, *parts, transpose, group_sizes, bias, None, 1)
     return gmm_op(x, w.mT if transpose else w, group_sizes, bias)

@@ -1,10 +1,15 @@
-"""Weights of 4 bits: how they are stored, made and read back.  `FourBit` stands for a weight (E, N, K).
+"""Frozen weights of 4 and 8 bits: how they are stored, made and read back.
+
+`FourBit` stands for a weight (E, N, K).
 
     nf4      w = CODES[code] * absmax           blocks of 64; QLoRA, Dettmers et al. 2023, arXiv 2305.14314
     mxfp4    w = e2m1(code) * 2 ** (scale - 127)   blocks of 32; OCP Microscaling Formats 1.0; 255: NaN
     int4     w = (code - zero) * scale          groups of 128, as AWQ and GPTQ have them
+    fp8      w = e4m3 * scale                   128 rows of 128: `quantize_blocks`, DeepSeek-V3's checkpoints
 
 Blocks are consecutive numbers along K.  All but the final rounding to the dtype of the weight is float32.
+Products with 4 bits dequantise tiles of the weight; those with fp8 also have rows of 8 bits: see
+../experts/adapted.py.
 
 NF4 keeps absmax as float32 or, double-quantised, as bitsandbytes does: the 8-bit number of an entry of a
 table, times a float32 for each 256 blocks of the whole weight (`nested`), plus a float32 for each expert
@@ -18,9 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.check import check_axes, check_device, check_known, check_shape
+from ..base.check import check_axes, check_device, check_known, check_shape, check_whole_shape
+from ..base.fp8 import ROW_BLOCK
 from ..base.launch import bind_kernel, cdiv, jit_kernel, tl
 from ..base.tile import dense
+from .scale_blocks import dequantize
 
 
 class Format(NamedTuple):
@@ -31,6 +38,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {"nf4": Format(64, True), "mxfp4": Format(32, False), "int4": Format(128, False)}
+FP8 = "fp8"  # the format whose codes are 8-bit floats
 SCALE_N, SCALE_B = 64, 32  # rows and blocks of which a program expands the scales
 NESTED = 256  # blocks of NF4 that share an entry of `nested`
 LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0  # of int4: the numbers of float16 above 0 lie between
@@ -53,10 +61,10 @@ CODES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FourBit:
-    """A weight (E, N, K) of 4 bits, in place of a frozen tensor; `dtype` is what it is dequantised to."""
+    """A frozen weight (E, N, K) of 4 or 8 bits in place of a tensor; `dtype` is what it is dequantised to."""
 
-    packed: Tensor  # (E, N, K / 2) uint8
-    scales: Tensor  # (E, N, K / block), a dtype of SCALES
+    packed: Tensor  # (E, N, K / 2) uint8; fp8: (E, N, K) float8_e4m3fn
+    scales: Tensor  # (E, N, K / block), a dtype of SCALES; fp8: (E, N / 128, K / 128) float32, rounded up
     nested: Tensor | None  # (blocks / 256,) float32, of double-quantised NF4
     offset: Tensor | None  # NF4: (E,) float32, with `nested`; int4: the zeros (E, N, K / 128) uint8
     table: Tensor | None  # NF4: its codes (16,) float32, with `nested` followed by those of scales (256,)
@@ -65,8 +73,8 @@ class FourBit:
 
     @property
     def shape(self) -> torch.Size:
-        E, N, half = self.packed.shape
-        return torch.Size((E, N, 2 * half))
+        E, N, columns = self.packed.shape
+        return torch.Size((E, N, columns * codes_in(self.format)))
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +106,10 @@ class FourBit:
 
     def __getitem__(self, block) -> Tensor:
         """Return some experts, or some rows of some experts, of a `plain` weight, dequantised."""
+        if self.format == FP8:
+            experts, rows = block if isinstance(block, tuple) else (block, slice(None))
+            scale = self.scales[experts].repeat_interleave(ROW_BLOCK, -2)[..., : self.packed.shape[1], :]
+            return dequantize(self.packed[experts][..., rows, :], scale[..., rows, :], self.dtype)
         packed, offset = self.packed[block], None if self.offset is None else self.offset[block]
         scale = expanded_scales(packed, self.scales[block], None, offset, self.table, self.format)
         return dequantized(packed, *scale, self.table, self.format).to(self.dtype)
@@ -111,9 +123,16 @@ class FourBit:
 # from codes to numbers
 
 
+def codes_in(format: str) -> int:
+    """Return how many numbers an element of `packed` holds."""
+    return 1 if format == FP8 else 2
+
+
 def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
     """Raise unless these are the parts of a `FourBit`."""
-    check_known("format", format, FORMATS)
+    check_known("format", format, (*FORMATS, FP8))
+    if format == FP8:
+        return check_fp8(packed, scales)
     check_axes(packed=(packed, "E, N, half"), scales=(scales, "E, N, blocks"))
     E, half, block = len(packed), packed.shape[2], FORMATS[format].block
     if 2 * half != scales.shape[2] * block:
@@ -138,6 +157,30 @@ def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
     if scales.dtype not in SCALES[format]:
         raise TypeError(f"scales of {format} must be {SCALES[format]}, not {scales.dtype}")
     check_device(packed=packed, scales=scales, nested=nested, offset=offset, table=table)
+
+
+def check_fp8(packed: Tensor, scales: Tensor) -> None:
+    """Raise unless these are 8-bit floats and the scales of their blocks."""
+    check_shape("packed", packed, "E", "N", "K")
+    if packed.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"packed must be torch.float8_e4m3fn, not {packed.dtype}")
+    E, N, K = packed.shape
+    check_whole_shape("scales", scales, (E, cdiv(N, ROW_BLOCK), cdiv(K, ROW_BLOCK)))
+    if scales.dtype != torch.float32:
+        raise TypeError(f"scales of {FP8} must be torch.float32, not {scales.dtype}")
+    check_device(packed=packed, scales=scales)
+
+
+def blocks_of(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> FourBit:
+    """Return the weight of `from_fp8`, of layers/four_bit.py."""
+    check_shape("weight", weight, "E", "out", "in")
+    check_shape("scale_inv", scale_inv, "E", "out / 128", "in / 128")
+    scale = scale_inv.detach().float()
+    if scale.shape[1:] == (1, 1):
+        scale = scale.expand(-1, *(cdiv(size, ROW_BLOCK) for size in weight.shape[1:]))
+    made = FourBit(weight.detach(), scale.contiguous(), None, None, None, FP8, dtype)
+    check_four_bit(made.packed, *made.parts)
+    return made
 
 
 def expanded_scales(packed, scales, nested, offset, table, format: str) -> tuple[Tensor, Tensor | None]:
