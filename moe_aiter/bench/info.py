@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import tuning
-from ..integrations.checkpoints.families import ACTIVATIONS, FAMILIES, MOST, PLAIN, oai_activation
+from ..integrations.checkpoints.families import FAMILIES
+from ..integrations.checkpoints.family import ACTIVATIONS, MOST, PLAIN, oai_activation
 from ..integrations.checkpoints.files import CheckpointError, read_json_object
 from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier

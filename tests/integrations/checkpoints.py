@@ -21,11 +21,16 @@ CHANGES = {
 def save(folder: pathlib.Path, family: str, dtype=torch.float32, *, fused: bool = False, shard="20KB"):
     """The model, and its checkpoint in `folder`."""
     model = tiny_model(family, dtype, **CHANGES.get(family, {}))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer))
+    randomize_biases(model)
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=not fused)
     return model
+
+
+def randomize_biases(model) -> None:
+    """The correction biases, which begin as zeros."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            buffer.copy_(torch.randn_like(buffer))
 
 
 def tensors(folder: pathlib.Path) -> dict[str, Tensor]:

@@ -120,6 +120,72 @@ LONGCAT = {  # its checkpoints alone, as published
     ),
 }  # fmt: skip
 
+MLA = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+ROUTED = {"n_routed_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+MORE = {  # further ones, of which test_more_families.py converts checkpoints
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        ROUTED | MLA | {
+            "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        ROUTED | MLA | INDEXER | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", ROUTED | MLA),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", ROUTED | MLA | INDEXER | {"mlp_layer_types": ["sparse", "dense"]}),
+    "dots1": ("Dots1Config", ROUTED | {"n_shared_experts": 2, "norm_topk_prob": True}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {"num_experts": E, "moe_topk": [TOP_K] * 2, "intermediate_size": 24, "head_dim": 8},
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "num_experts": E, "intermediate_size": 24, "attn_layer_period": 2, "attn_layer_offset": 1,
+            "use_mamba_kernels": False, "num_hidden_layers": 3, "expert_layer_offset": 1,
+        },
+    ),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", ROUTED | {"head_dim": 8, "v_head_dim": 8}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "num_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": E, "intermediate_size": 24}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            "num_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "num_shared_experts": 2,
+            "head_dim": 8,
+        },
+    ),
+    "solar_open": ("SolarOpenConfig", ROUTED | {"head_dim": 8, "routed_scaling_factor": 1.5}),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            "num_experts": E, "moe_intermediate_size": 24, "intermediate_size": 32, "num_dense_layers": 1,
+            "head_dim": 8, "route_scale": 1.5,
+        },
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {
+            "num_experts": E, "intermediate_size": 24, "num_shared_experts": 2, "head_dim": 8,
+            "shared_expert_combination_strategy": "sum", "mlp_layer_types": ["dense", "sparse"],
+            "prefix_dense_intermediate_size": 32,
+        },
+    ),
+    "minimax": ("MiniMaxConfig", {"num_local_experts": E, "intermediate_size": 24, "head_dim": 8}),
+}  # fmt: skip
+
 LAYOUTS = {  # further ones, with other layouts of experts
     "llama4_text": (
         "Llama4TextConfig",
@@ -137,7 +203,7 @@ LAYOUTS = {  # further ones, with other layouts of experts
 def tiny_config(family: str, **changes):
     import transformers
 
-    kind, sizes = (CONVERTED | FUSED | LONGCAT | LAYOUTS)[family]
+    kind, sizes = (CONVERTED | FUSED | LONGCAT | LAYOUTS | MORE)[family]
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     sizes = COMMON | sizes | changes

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ...kernels.base.check import check_known, checked
 from ...layers.moe import MoE
 from ..transformers import four_bits_of, known_gate, names_of
-from .families import FAMILIES, Family, Piece
+from .families import FAMILIES
+from .family import Family, Piece
 from .files import Checkpoint, CheckpointError
 from .plan import read_record
 
@@ -36,9 +37,13 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
         raise ValueError(f"the experts of {type(block).__name__} have a gate of their own, which MoE has not")
     if getattr(block, "jitter_noise", 0):
         raise ValueError("block.jitter_noise is not 0: it moves what the experts see too")
+    if getattr(block, "is_hash", False):
+        raise ValueError("the block chooses experts by the token's id: give those to MoE as expert_ids")
     theirs = dict(block.state_dict())
     config = config_of(block, family)
-    if problems := family.differences(config):
+    problems = family.differences(config)
+    problems += [reason] if (reason := family.refuses(config)) else []
+    if problems:
         raise ValueError(f"the block's configuration: {'; '.join(problems)}")
     kwargs = family.moe_kwargs(config) | dict(zip(("activation", "interleaved"), gate, strict=True))
     return new_moe(kwargs, ours_from(family.pieces(kwargs, fused=True), theirs.__getitem__)).train(
@@ -48,11 +53,16 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
 
 def config_of(block: nn.Module, family: Family) -> dict:
     """Return the settings that the block was built from, by the names of config.json."""
-    router = getattr(block, family.routers[1])
+    router = getattr(block, family.routers[1].split(".")[0])
+    settings = block.experts.config
     down = block.experts.down_proj.mT if block.experts.is_transposed else block.experts.down_proj
     E, inner, intermediate = down.shape
-    config = {name: getattr(block.experts.config, name, value) for name, value in family.only.items()}
-    config |= {family.num_experts[0]: E, "hidden_size": router.weight.shape[1], family.width: intermediate}
+    config = {name: getattr(settings, name, value) for name, value in family.only.items()}
+    further = family.scores[0], family.scale_key, family.correction_if, "topk_method"
+    further += "shared_expert_combination_strategy", "swiglu_limit"
+    config |= {name: getattr(settings, name) for name in further if name and hasattr(settings, name)}
+    hidden = block.get_submodule(family.routers[1]).weight.shape[1]
+    config |= {family.num_experts[0]: E, "hidden_size": hidden, family.width: intermediate}
     if family.latent and not isinstance(getattr(block, family.latent[0]), nn.Identity):
         config["moe_latent_size"] = inner
     config[family.top_k[0]] = router.top_k
@@ -60,7 +70,7 @@ def config_of(block: nn.Module, family: Family) -> dict:
     names["routed_scaling_factor"] = "routed_scaling_factor"
     config |= {key: getattr(router, name) for key, name in names.items() if hasattr(router, name)}
     if family.shared is not None:
-        shared = getattr(block, family.shared.name)
+        shared = getattr(block, family.shared.name, None)
         width = 0 if shared is None else shared.down_proj.weight.shape[1]
         config[family.shared.size] = width // intermediate if family.shared.counts else width
     return config
@@ -79,6 +89,8 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     ours, experts, family = dict(moe.state_dict()), moe.experts, FAMILIES[model_type]
     kwargs = {"num_experts": moe.num_experts, "hidden": moe.hidden, "intermediate": experts.intermediate}
     kwargs["bias"] = model_type == "gpt_oss"
+    biased = getattr(moe.router, "selection_bias", None) is not None
+    kwargs["selection_bias"] = bool(family.correction) and (biased or not family.correction_if)
     if family.latent is not None and moe.to_latent is not None:
         kwargs["latent"] = moe.to_latent.out_features
     if family.shared is not None and moe.shared is not None:

@@ -29,310 +29,43 @@ short for gate_proj.weight, up_proj.weight and down_proj.weight:
                                        interleaved, experts.down_proj
                                        (E, I, H), and their _bias
                                        (E, 2I), (E, H)
+    deepseek_v4      ffn               experts.N.{w1,w3,w2}.weight     gate.weight, gate.bias,
+                                                                       shared_experts.{w1,w3,w2}.weight
+    jamba            feed_forward      experts.N.{gate,up,down}        router.weight
+    lfm2_moe         feed_forward      experts.N.{w1,w3,w2}.weight     gate.weight, expert_bias
+    hunyuan_v1_moe   mlp               experts.N.{gate,up,down}        gate.wg.weight, shared_mlp
+    exaone_moe       mlp               the same                        gate.weight, shared_experts,
+                                                                       e_score_correction_bias
+    afmoe            mlp               the same                        router.gate.weight, expert_bias,
+                                                                       shared_experts
+    bailing_moe_v2   mlp               the same                        gate.weight, gate.expert_bias,
+                                                                       shared_experts
+    qwen3_vl_moe     mlp               experts.gate_up_proj            gate.weight
+                                       (E, H, 2I), gate first,
+                                       experts.down_proj (E, I, H)
+    step3p5          the layer         moe.{gate,up}_proj.weight       moe.gate.weight, moe.router_bias,
+                                       (E, I, H) and                   share_expert.{gate,up,down}
+                                       moe.down_proj.weight (E, H, I)
+
+kimi_k2, deepseek_v2, deepseek_v32, glm4_moe_lite, glm_moe_dsa, dots1, solar_open and mimo_v2 have the names
+of deepseek_v3; minimax those of mixtral; flex_olmo, cohere2_moe and qwen3_omni_moe those of olmoe.  The
+correction bias and shared experts are there where the family has them.
 
 In memory, and from save_pretrained(save_original_format=False), transformers 5 uses the "fused" format: the
 experts are experts.gate_up_proj (E, 2I, H), or experts.up_proj (E, I, H) without a gate, and
 experts.down_proj (E, H, I).  In this format, the block of mixtral and minimax_m2 is called mlp, the bias of
-ernie4_5_moe is part of gate, and the router of Granite has the key router.weight.
+ernie4_5_moe and exaone_moe is part of gate, and the router of Granite has the key router.weight; deepseek_v4
+has the names of deepseek_v3.
 
 `REFUSED` lists the families whose layer `MoE` cannot compute, each with the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
-from torch import Tensor
-
-from ...kernels.base.activations import OAI, swiglu_limit
 from ...routing.choices import GroupLimit
 from ...routing.zero_compute import ZeroCompute
+from .family import KINDS, LISTED, OURS, Family, SharedMlp
 from .files import CheckpointError
-
-ACTIVATIONS = {  # by `hidden_act`
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu",
-}  # fmt: skip
-PLAIN = {"relu2": "relu2", "silu": "silu", "gelu": "gelu", "relu": "relu"}  # without a gate
-MOST = 2**20  # of whatever config.json counts; more is damage, and would fit no memory
-COUNTS = {  # by name, the least
-    "hidden_size": 1, "intermediate_size": 1, "moe_intermediate_size": 1, "num_hidden_layers": 1,
-    "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "moe_num_experts": 1,
-    "num_experts_per_tok": 1, "moe_k": 1, "n_shared_experts": 0, "moe_num_shared_experts": 0,
-    "shared_expert_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1,
-    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "moe_layer_interval": 1,
-    "moe_layer_start_index": 0, "moe_layer_end_index": -1,
-    "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "moe_latent_size": 1,
-    "moe_topk": 1, "zero_expert_num": 0, "expert_ffn_hidden_size": 1, "num_layers": 1,
-}  # fmt: skip
-TYPES = {
-    "norm_topk_prob": (bool,), "mlp_only_layers": (list,), "routed_scaling_factor": (int, float),
-    "layers_block_type": (list,), "hybrid_override_pattern": (str,),
-}  # fmt: skip
-LAYERS: dict[str, Callable] = {  # settings that say which layers have experts, given the layer and the value
-    "first_k_dense_replace": lambda layer, start: layer >= start,
-    "moe_layer_freq": lambda layer, step: layer % step == 0,
-    "decoder_sparse_step": lambda layer, step: (layer + 1) % step == 0,
-    "mlp_only_layers": lambda layer, dense: layer not in dense,
-    "moe_layer_start_index": lambda layer, start: layer >= start,
-    "moe_layer_end_index": lambda layer, end: end == -1 or layer <= end,
-    "moe_layer_interval": lambda layer, step: (layer + 1) % step == 0,
-    "layers_block_type": lambda layer, kinds: kinds[layer : layer + 1] == ["moe"],
-    "hybrid_override_pattern": lambda layer, kinds: kinds[layer : layer + 1] == "E",
-}
-LISTED = "layers_block_type", "hybrid_override_pattern"  # those with an entry for each layer
-WHY = {  # a setting with another value is something that MoE has not
-    "mlp_bias": "MoE has biases in the router and all experts, or in none",
-    "use_bias": "MoE has biases in the router and all experts, or in none",
-    "zero_expert_type": "MoE has the identity here, and what others compute is not documented",
-}
-OURS = "mlp"  # our block, in every family: it is what transformers 5 calls most of them
-
-
-class Part(NamedTuple):
-    """A tensor of theirs, and the place of it, or of its transpose, in one of ours."""
-
-    name: str
-    shape: tuple[int, ...]
-    place: tuple = ()
-    transposed: bool = False
-
-    def from_theirs(self, theirs: Tensor) -> Tensor:
-        return theirs.mT if self.transposed else theirs
-
-    def from_ours(self, ours: Tensor) -> Tensor:
-        ours = ours[self.place] if self.place else ours
-        return (ours.mT if self.transposed else ours).view(self.shape)
-
-
-class Piece(NamedTuple):
-    """A tensor of ours, and theirs that make it up, in the order of its memory."""
-
-    name: str
-    shape: tuple[int, ...]
-    tensors: tuple[Part, ...]
-
-
-class SharedMlp(NamedTuple):
-    """The shared expert of a family: a dense MLP in the block."""
-
-    name: str  # of the module
-    size: str  # what the configuration calls its width, or its number of experts if it `counts` them
-    default: int
-    counts: bool = True
-    gate: str = ""  # the module whose sigmoid multiplies the output
-
-
-@dataclass(frozen=True)
-class Family:
-    """A `model_type` of transformers.  Names in pairs are those on the hub and in the fused format."""
-
-    name: str
-    block_class: str  # of transformers; "" if only checkpoints can be converted
-    architecture: str
-    num_experts: tuple[str, ...]  # what its configuration calls it; the first is what we write
-    width: str
-    top_k: tuple[str, ...] = ("num_experts_per_tok",)
-    act: str = "hidden_act"
-    depth: tuple[str, ...] = ("num_hidden_layers",)
-    inner: str = ""  # the entry of config.json that has all of this, if not config.json itself
-    blocks: tuple[str, str] = ("mlp", OURS)
-    matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the experts have no gate
-    stacked: tuple[str, ...] = ()  # on the hub, the tensors of all experts, if there is none of each
-    routers: tuple[str, str] = ("gate", "gate")
-    correction: tuple[str, ...] = ()  # the tensor that is added to scores to choose experts
-    correction_shape: tuple[int, ...] = ()  # of its axes before the experts
-    always_fused: bool = False
-    score: str = "softmax"
-    renormalizes: bool | None = None  # where the configuration does not say; None: it has no say
-    scale: float | None = None  # of the routing weights, where the configuration does not say
-    groups: tuple[int, int] | None = None  # how many there are, and are chosen
-    shared: SharedMlp | None = None
-    latent: tuple[str, str] | None = None  # the projections around experts that act on latent vectors
-    zero_experts: int = 0  # identity experts, where the configuration does not say; 0: it has no say
-    layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
-    further: bool = False  # whether layers past the last, which predict further tokens, have experts too
-    loaders_need: tuple[str, ...] = ()  # settings without which inference engines refuse the checkpoint
-    only: Mapping = field(default_factory=dict)  # settings of which a single value is known
-
-    def stacked_of(self, fused: bool) -> tuple[str, ...]:
-        """The two tensors of all experts, (E, 2I, H) and (E, H, I); none where each expert has its own."""
-        if not (fused or self.always_fused):
-            return self.stacked
-        return f"experts.{'gate_up' if len(self.matrices) == 3 else 'up'}_proj", "experts.down_proj"
-
-    def settings(self, config: dict) -> dict:
-        """The part of config.json that describes the layers."""
-        found = config.get(self.inner) if self.inner else config
-        return found if isinstance(found, dict) else {}
-
-    def problems(self, config: dict) -> list[str]:
-        """Return complaints about settings that are missing, wrong, or not supported by `MoE`."""
-        found = damage(config)
-        for names in self.required():
-            if first(config, names) is None:
-                found.append(f"config.json has no {names[0]}")
-        if not found and self.num_layers(config) is None:
-            found.append(f"config.json has no {self.depth[0]}")
-        if config.get("router_jitter_noise"):
-            found.append("router_jitter_noise is not 0: transformers then moves what the experts see too")
-        acts = self.activations()
-        if self.always_fused:
-            try:
-                oai_activation(config)
-            except (TypeError, ValueError) as error:
-                found.append(f"swiglu_limit and swiglu_alpha make no activation: {error}")
-        elif first(config, (self.act,), next(iter(acts))) not in list(acts):
-            found.append(f"{self.act} is {config[self.act]!r}; known: {', '.join(acts)}")
-        found += self.differences(config)
-        sums_to_1 = self.renormalizes is None or first(config, ("norm_topk_prob",), self.renormalizes)
-        if sums_to_1 and first(config, self.top_k) == 1:
-            found.append(f"{self.top_k[0]} is 1 and weights sum to 1: MoE has no router that cannot train")
-        return found
-
-    def differences(self, config: dict) -> list[str]:
-        """The settings that are not what `only` says."""
-        return [
-            f"{name} is {config[name]!r}; only {value!r} is known" + (f": {WHY[name]}" if name in WHY else "")
-            for name, value in self.only.items()
-            if config.get(name, value) != value
-        ]
-
-    def activations(self) -> dict[str, str]:
-        return ACTIVATIONS if len(self.matrices) == 3 else PLAIN
-
-    def required(self) -> tuple[tuple[str, ...], ...]:
-        return ("hidden_size",), (self.width,), self.num_experts, self.top_k
-
-    def num_layers(self, config: dict) -> int | None:
-        listed = (config[name] for name in LISTED if name in self.layers and config.get(name) is not None)
-        return next((len(kinds) for kinds in listed), first(config, self.depth))
-
-    def moe_kwargs(self, config: dict) -> dict:
-        """Return the arguments of `MoE`; all but `choice` can be written as JSON."""
-        hidden, width, num_experts, top_k = (first(config, names) for names in self.required())
-        kwargs = {"hidden": hidden, "intermediate": width, "num_experts": num_experts, "top_k": top_k}
-        if self.always_fused:
-            act = {"activation": oai_activation(config), "bias": True, "interleaved": True}
-            return kwargs | act | {"score": self.score}
-        acts = self.activations()
-        kwargs["activation"] = acts[first(config, (self.act,), next(iter(acts)))]
-        # said also where it is the default: MoE refuses weights of 1, and would weigh otherwise by itself
-        says = self.renormalizes is not None
-        kwargs["renormalize"] = first(config, ("norm_topk_prob",), self.renormalizes) if says else True
-        if self.score != "softmax":
-            kwargs["score"] = self.score
-        if self.correction:
-            kwargs["selection_bias"] = True
-        if self.scale is not None:
-            kwargs["scale"] = first(config, ("routed_scaling_factor",), self.scale)
-        if self.groups is not None:
-            groups, best = (
-                first(config, (name,), default)
-                for name, default in zip(("n_group", "topk_group"), self.groups, strict=True)
-            )
-            if best < groups:
-                kwargs["choice"] = GroupLimit(groups, best)
-        if self.latent and config.get("moe_latent_size"):
-            kwargs["latent"] = config["moe_latent_size"]
-        if zero := self.zero_experts and first(config, ("zero_expert_num",), self.zero_experts):
-            kwargs["zero_compute"] = ZeroCompute(identity=zero)
-        if self.shared is not None:
-            size = first(config, (self.shared.size,), self.shared.default)
-            kwargs["shared_intermediate"] = width * size if self.shared.counts else size
-            if self.shared.gate:
-                kwargs["shared_gate"] = True
-        return kwargs
-
-    def is_sparse(self, config: dict, layer: int) -> bool | None:
-        """Whether a layer has experts; None where it may have, in layers that predict further tokens."""
-        layers = self.num_layers(config)
-        if layer >= layers:
-            further = first(config, ("num_nextn_predict_layers", "num_mtp_layers"), 0)
-            return None if self.further and layer < layers + further else False
-        values = ((name, first(config, (name,), default)) for name, default in self.layers.items())
-        return all(LAYERS[name](layer, value) for name, value in values if value is not None)
-
-    def pieces(self, kwargs: dict, fused: bool) -> Iterator[Piece]:
-        """All tensors of a block.  `kwargs` are those of `moe_kwargs`."""
-        E, H, width = kwargs["num_experts"], kwargs["hidden"], kwargs["intermediate"]
-        zero, inner = kwargs.get("zero_compute"), kwargs.get("latent") or H
-        router, routed = self.routers[fused], E + (zero.count if zero else 0)
-        yield same("router.weight", f"{router}.weight", routed, H)
-        if kwargs.get("bias"):
-            yield same("router.bias", f"{router}.bias", E)
-        if self.correction:  # of any number of axes
-            part = Part(self.correction[fused], (*self.correction_shape, routed))
-            yield Piece("router.selection_bias", (routed,), (part,))
-        yield from self.expert_pieces(E, inner, width, fused)
-        if kwargs.get("latent"):
-            for ours, theirs, *shape in zip(("to", "from"), self.latent, (inner, H), (H, inner), strict=True):
-                yield same(f"{ours}_latent.weight", f"{theirs}.weight", *shape)
-        if shared := kwargs.get("shared_intermediate"):
-            name = f"{self.shared.name}."
-            yield side_by_side("shared.gate_up.weight", (), shared, H, [(name, ())], self.matrices[:-1])
-            yield same("shared.down.weight", f"{name}{self.matrices[-1]}.weight", H, shared)
-            if self.shared.gate:
-                yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
-
-    def expert_pieces(self, E: int, H: int, width: int, fused: bool) -> Iterator[Piece]:
-        rows = (len(self.matrices) - 1) * width
-        if self.always_fused:
-            shapes = ("gate_up", 2 * width, H), ("down", H, width)
-            for (ours, *shape), theirs in zip(shapes, self.stacked_of(fused), strict=True):
-                part = Part(theirs, (E, *shape[::-1]), transposed=True)
-                yield Piece(f"experts.{ours}", (E, *shape), (part,))
-                yield same(f"experts.{ours}_bias", f"{theirs}_bias", E, shape[0])
-        elif stacked := self.stacked_of(fused):
-            yield same("experts.gate_up", stacked[0], E, rows, H)
-            yield same("experts.down", stacked[1], E, H, width)
-        else:
-            prefixes = [(f"experts.{e}.", (e,)) for e in range(E)]
-            yield side_by_side("experts.gate_up", (E,), width, H, prefixes, self.matrices[:-1])
-            tensors = (
-                Part(f"{name}{self.matrices[-1]}.weight", (H, width), place) for name, place in prefixes
-            )
-            yield Piece("experts.down", (E, H, width), tuple(tensors))
-
-
-def oai_activation(config: dict) -> str:
-    """Return gpt-oss's activation with the numbers of the configuration; raise what `swiglu_limit` does."""
-    limit = first(config, ("swiglu_limit",), OAI.gate_max)
-    return swiglu_limit(limit, limit, first(config, ("swiglu_alpha",), OAI.alpha), OAI.up_offset)
-
-
-def same(ours: str, theirs: str, *shape: int) -> Piece:
-    return Piece(ours, shape, (Part(theirs, shape),))
-
-
-def side_by_side(ours: str, outer: tuple, width: int, H: int, prefixes: list, matrices: tuple) -> Piece:
-    """Rows of the gate, then rows of up; or rows of up alone."""
-    tensors = [
-        Part(f"{name}{matrix}.weight", (width, H), (*place, slice(i * width, (i + 1) * width)))
-        for name, place in prefixes
-        for i, matrix in enumerate(matrices)
-    ]
-    return Piece(ours, (*outer, len(matrices) * width, H), tuple(tensors))
-
-
-def damage(config: dict) -> list[str]:
-    """Return complaints about settings of a wrong type or size."""
-    found = []
-    for name, least in COUNTS.items():
-        value = config.get(name)
-        if value is not None and not (type(value) is int and least <= value <= MOST):
-            found.append(f"{name} is {value!r}; it should be a whole number from {least} to {MOST}")
-    for name, types in TYPES.items():
-        value = config.get(name)
-        huge = type(value) is int and abs(value) > MOST
-        if value is not None and (type(value) not in types or huge):
-            found.append(f"{name} is {value!r}; it should be of type {types[-1].__name__}")
-    return found
-
-
-def first(config: dict, names: tuple[str, ...], default=None):
-    found = (config[name] for name in names if config.get(name) is not None)
-    return next(found, default)
-
 
 EXPERTS = "num_experts", "num_local_experts"
 ROUTED = "n_routed_experts", "num_local_experts"
@@ -347,6 +80,42 @@ QWEN2_SHARED = SharedMlp(
 QWEN_SHARED = QWEN2_SHARED._replace(default=512)
 DEEPSEEK_SHARED = SharedMlp("shared_experts", "n_shared_experts", 1)
 NEMOTRON_SHARED = SharedMlp("shared_experts", "moe_shared_expert_intermediate_size", 7688, counts=False)
+COHERE_SCORES = {"softmax": "topk_softmax", "sigmoid": "sigmoid"}
+KINDS_FROM = {"mlp_layer_types": None, "first_k_dense_replace": 1}
+MIMO = Family(  # no shared expert
+    "mimo_v2", "", "MiMoV2ForCausalLM", ROUTED, "moe_intermediate_size", **DEEPSEEK, scale=1.0, groups=(1, 1),
+    layers=KINDS_FROM, renames=True,
+    only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None},
+)  # fmt: skip
+QWEN_OMNI = Family(
+    "qwen3_omni_moe", "", "Qwen3OmniMoeForConditionalGeneration", EXPERTS, "moe_intermediate_size",
+    inner="thinker_config.text_config", renormalizes=True, layers=QWEN_LAYERS, renames=True,
+)  # fmt: skip
+
+
+def average_of_shared(config: dict) -> str | None:
+    """Cohere's way to add the shared experts, whose default is one that MoE has not."""
+    how = config.get("shared_expert_combination_strategy")
+    if not config.get("num_shared_experts") or how == "sum":
+        return None
+    text = f"shared_expert_combination_strategy is {how or 'average'!r}; only 'sum' is known"
+    return f"{text}: MoE adds the output of the shared experts"
+
+
+def limits_of_layers(config: dict) -> str | None:
+    """Step's limits, in a few layers, of silu(gate) and up; shared experts have others."""
+    for name in ("swiglu_limits", "swiglu_limits_shared"):
+        if any(config.get(name) or ()):
+            layers = ", ".join(str(n) for n, limit in enumerate(config[name]) if limit)
+            return f"{name} has limits for layers {layers}: all layers of a checkpoint have one activation"
+    return None if config.get(KINDS) is not None else "config.json has no moe_layers_enum"
+
+
+def greedy_methods(config: dict) -> str | None:
+    known, method = ("greedy", "group_limited_greedy"), config.get("topk_method")
+    return None if method in (None, *known) else f"topk_method is {method!r}; known: {', '.join(known)}"
+
+
 QWEN3_5 = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeForCausalLM", EXPERTS,
     "moe_intermediate_size", shared=QWEN_SHARED,
@@ -371,6 +140,29 @@ FAMILIES = {
             **DEEPSEEK, scale=2.5, groups=(8, 4), shared=DEEPSEEK_SHARED, further=True,
             layers={"first_k_dense_replace": 3, "moe_layer_freq": 1},
             only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        ),
+        Family(
+            "deepseek_v2", "DeepseekV2Moe", "DeepseekV2ForCausalLM", ROUTED, "moe_intermediate_size",
+            renormalizes=False, scale=1.0, groups=(1, 1), group_score="max", refuses=greedy_methods,
+            group_method="group_limited_greedy", shared=DEEPSEEK_SHARED._replace(default=2),
+            layers={"first_k_dense_replace": 0, "moe_layer_freq": 1},
+            only={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False},
+        ),
+        Family(
+            "deepseek_v32", "DeepseekV32MoE", "DeepseekV32ForCausalLM", ROUTED, "moe_intermediate_size",
+            **DEEPSEEK, scale=2.5, groups=(8, 4), shared=DEEPSEEK_SHARED, further=True,
+            layers={"mlp_layer_types": None, "first_k_dense_replace": 3, "moe_layer_freq": 1},
+            only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        ),
+        Family(
+            "deepseek_v4", "DeepseekV4SparseMoeBlock", "DeepseekV4ForCausalLM", ROUTED,
+            "moe_intermediate_size", blocks=("ffn", OURS), matrices=MIXTRAL["matrices"],
+            correction=("gate.bias", "gate.e_score_correction_bias"), score="sqrt_softplus", scale=1.5,
+            limit=10.0, shared=DEEPSEEK_SHARED, renames=True,
+            layers={"mlp_layer_types": None, "num_hash_layers": 3},
+            keeps=True,
+            only={"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "n_shared_experts": 1,
+                  "hidden_act": "silu", "mlp_bias": False},
         ),
         Family(
             "gpt_oss", "GptOssMLP", "GptOssForCausalLM", EXPERTS[::-1], "intermediate_size",
@@ -419,6 +211,100 @@ FAMILIES = {
             zero_experts=256, loaders_need=("zero_expert_type",),
             only={"router_bias": False, "norm_topk_prob": False, "zero_expert_type": "identity"},
         ),
+        Family(
+            "glm4_moe_lite", "Glm4MoeLiteMoE", "Glm4MoeLiteForCausalLM", ROUTED, "moe_intermediate_size",
+            **DEEPSEEK, scale=1.8, groups=(1, 1), shared=DEEPSEEK_SHARED, further=True, layers=KINDS_FROM,
+        ),
+        Family(
+            "glm_moe_dsa", "GlmMoeDsaMoE", "GlmMoeDsaForCausalLM", ROUTED, "moe_intermediate_size",
+            **DEEPSEEK, scale=2.5, groups=(1, 1), shared=DEEPSEEK_SHARED, further=True,
+            layers=KINDS_FROM | {"first_k_dense_replace": 3},
+        ),
+        Family(
+            "dots1", "Dots1MoE", "Dots1ForCausalLM", ROUTED, "moe_intermediate_size",
+            **(DEEPSEEK | {"renormalizes": False}), scale=1.0, groups=(1, 1),
+            shared=DEEPSEEK_SHARED._replace(default=0), layers={"first_k_dense_replace": 0},
+        ),
+        Family(
+            "solar_open", "SolarOpenMoE", "SolarOpenForCausalLM", ROUTED, "moe_intermediate_size",
+            **DEEPSEEK, scale=1.0, groups=(1, 1), shared=DEEPSEEK_SHARED,
+        ),
+        MIMO,
+        replace(
+            MIMO, name="mimo_v2_flash", block_class="MiMoV2FlashMoE", architecture="MiMoV2FlashForCausalLM"
+        ),
+        Family(
+            "bailing_moe_v2", "", "BailingMoeV2ForCausalLM", EXPERTS, "moe_intermediate_size",
+            correction=("gate.expert_bias",) * 2, score="sigmoid", scale=2.5, groups=(8, 4),
+            shared=SharedMlp("shared_experts", "num_shared_experts", 1), further=True,
+            layers={"first_k_dense_replace": 1},
+            only={"score_function": "sigmoid", "norm_topk_prob": True, "moe_router_enable_expert_bias": True},
+        ),
+        Family(
+            "exaone_moe", "ExaoneMoeSparseMoEBlock", "ExaoneMoeForCausalLM", EXPERTS, "moe_intermediate_size",
+            **(DEEPSEEK | {"correction": tuple(f"{at}e_score_correction_bias" for at in ("", "gate."))}),
+            scale=2.5, groups=(1, 1), shared=SharedMlp("shared_experts", "num_shared_experts", 1),
+            layers=KINDS_FROM,
+        ),
+        Family(
+            "afmoe", "AfmoeSparseMoeBlock", "AfmoeForCausalLM", EXPERTS, "moe_intermediate_size",
+            routers=("router.gate",) * 2, correction=("expert_bias",) * 2, score="sigmoid", scale=1.0,
+            scale_key="route_scale", shared=SharedMlp("shared_experts", "num_shared_experts", 2),
+            layers={"num_dense_layers": 1},
+            only={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+        ),
+        Family(
+            "step3p5", "", "Step3p5ForCausalLM", ("moe_num_experts", "n_routed_experts"),
+            "moe_intermediate_size", top_k=("moe_top_k", "num_experts_per_tok"), blocks=("", OURS),
+            stacked=tuple(f"moe.{matrix}_proj.weight" for matrix in ("gate", "up", "down")),
+            routers=("moe.gate",) * 2, correction=("moe.router_bias",) * 2, score="sigmoid", scale=1.0,
+            scale_key="moe_router_scaling_factor", renames=True, refuses=limits_of_layers,
+            shared=SharedMlp("share_expert", "share_expert_dim", 1280, counts=False),
+            layers={"mlp_layer_types": None},
+            only={"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True,
+                  "mlp_bias": False},
+        ),
+        Family(
+            "lfm2_moe", "Lfm2MoeSparseMoeBlock", "Lfm2MoeForCausalLM", EXPERTS, "moe_intermediate_size",
+            blocks=("feed_forward",) * 2, matrices=MIXTRAL["matrices"], correction=("expert_bias",) * 2,
+            correction_if="use_expert_bias", score="sigmoid", renormalizes=True, added=1e-6, scale=1.0,
+            layers={"num_dense_layers": 2},
+        ),
+        Family(
+            "jamba", "JambaSparseMoeBlock", "JambaForCausalLM", EXPERTS, "intermediate_size",
+            blocks=("feed_forward",) * 2, routers=("router",) * 2, renormalizes=False,
+            layers={"expert_layer_period": 2}, only={"norm_topk_prob": False},
+        ),
+        Family(
+            "hunyuan_v1_moe", "HunYuanMoEV1Moe", "HunYuanMoEV1ForCausalLM", EXPERTS, "intermediate_size",
+            top_k=("moe_topk", "num_experts_per_tok"), routers=("gate.wg",) * 2,
+            shared=SharedMlp("shared_mlp", "num_shared_expert", 1),
+        ),
+        Family(
+            "flex_olmo", "FlexOlmoSparseMoeBlock", "FlexOlmoForCausalLM", EXPERTS, "intermediate_size",
+            renormalizes=False,
+        ),
+        Family(
+            "cohere2_moe", "Cohere2MoeSparseMoeBlock", "Cohere2MoeForCausalLM", EXPERTS, "intermediate_size",
+            score="topk_softmax", scores=("expert_selection_fn", COHERE_SCORES),
+            renormalizes=True, shared=SharedMlp("shared_experts", "num_shared_experts", 0),
+            layers=KINDS_FROM | {"first_k_dense_replace": 0}, refuses=average_of_shared,
+        ),
+        Family(
+            "minimax", "MiniMaxSparseMoeBlock", "MiniMaxForCausalLM", EXPERTS[::-1], "intermediate_size",
+            **MIXTRAL, only={"shared_intermediate_size": 0},
+        ),
+        Family(
+            "qwen3_vl_moe", "Qwen3VLMoeTextSparseMoeBlock", "Qwen3VLMoeForConditionalGeneration", EXPERTS,
+            "moe_intermediate_size", inner="text_config", layers=QWEN_LAYERS, transposed=True,
+            stacked=("experts.gate_up_proj", "experts.down_proj"), only={"norm_topk_prob": True},
+        ),
+        QWEN_OMNI,
+        replace(
+            QWEN_OMNI, name="qwen3_omni_moe_thinker", inner="text_config",
+            block_class="Qwen3OmniMoeThinkerTextSparseMoeBlock",
+            architecture="Qwen3OmniMoeThinkerForConditionalGeneration",
+        ),
         *(
             Family(
                 f"granitemoe{kind.lower()}", f"GraniteMoe{kind}MoE", f"GraniteMoe{kind}ForCausalLM",
@@ -430,9 +316,15 @@ FAMILIES = {
         ),
     )
 }  # fmt: skip
+FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], name="kimi_k2", block_class="")
 LLAMA4 = "it multiplies the input of an expert by the routing weight, and MoE the output"
 GEMMA4 = "its router has a norm, a scale and a factor for each expert of its own, and MoE has none of them"
-REFUSED = {"llama4": LLAMA4, "llama4_text": LLAMA4, "gemma4": GEMMA4, "gemma4_text": GEMMA4}
+ERNIE_VL = "each layer has one router and other experts for text and for images, and MoE has one of each"
+PHI = "its router, SparseMixer, weighs a choice by a softmax of the logits near it, and MoE has no such score"
+REFUSED = {
+    "llama4": LLAMA4, "llama4_text": LLAMA4, "gemma4": GEMMA4, "gemma4_text": GEMMA4,
+    "ernie4_5_vl_moe": ERNIE_VL, "phimoe": PHI,
+}  # fmt: skip
 
 
 def family_of(config: dict) -> Family:
@@ -451,7 +343,7 @@ def to_json(kwargs: dict) -> dict:
     """`kwargs` of an MoE as config.json holds them."""
     kwargs = dict(kwargs)
     if choice := kwargs.get("choice"):
-        kwargs["choice"] = {"num_groups": choice.num_groups, "top_groups": choice.top_groups}
+        kwargs["choice"] = {name: getattr(choice, name) for name in ("num_groups", "top_groups", "score")}
     if zero := kwargs.get("zero_compute"):
         kwargs["zero_compute"] = {"identity": zero.identity}
     return kwargs

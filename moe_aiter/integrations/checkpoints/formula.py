@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layers.moe import MoE
-from .families import Family, first
+from .family import Family, first
 
 FUNCTIONS = {"silu": F.silu, "swish": F.silu, "gelu": F.gelu, "relu": F.relu}
 FUNCTIONS["relu2"] = lambda x: x.relu().square()
+SCORES = {"sigmoid": torch.sigmoid, "sqrt_softplus": lambda z: F.softplus(z).sqrt()}
 FUNCTIONS["gelu_pytorch_tanh"] = lambda x: F.gelu(x, approximate="tanh")
 DRAWN, TOKENS = 64, 16  # tokens, and those of them whose choice of experts is clearest: rounding changes none
 
@@ -37,27 +38,32 @@ class Formula(NamedTuple):
     def routing_weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """(T, E), 0 where an expert is not chosen; and by how much the choice is clear, (T,)."""
         family, config = self.family, self.config
-        top_k = first(config, family.top_k)
-        scores = logits.sigmoid() if family.score == "sigmoid" else logits.softmax(1)
-        ids, margin = self.limited(scores, top_k) if family.correction else best(logits, top_k)
+        top_k, score = first(config, family.top_k), family.score_of(config)
+        scores = SCORES[score](logits) if score in SCORES else logits.softmax(1)
+        limits = family.corrects(config) or family.group_limit(config)
+        ids, margin = self.limited(scores, top_k) if limits else best(logits, top_k)
         weights = scores.gather(1, ids)
-        if family.score == "topk_softmax":
+        if score == "topk_softmax":
             weights = logits.gather(1, ids).softmax(1)
         elif family.renormalizes is None or first(config, ("norm_topk_prob",), family.renormalizes):
-            weights = weights / weights.sum(1, keepdim=True)
+            weights = weights / (weights.sum(1, keepdim=True) + family.added)
         if family.scale is not None:
-            weights = weights * first(config, ("routed_scaling_factor",), family.scale)
+            weights = weights * first(config, (family.scale_key,), family.scale)
         return torch.zeros_like(logits).scatter(1, ids, weights), margin
 
     def limited(self, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """The choice among the experts of the best groups: DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2."""
-        ranked = scores + self.read(self.family.correction[self.fused]).float().view(-1)
-        most, fewer = self.family.groups or (1, 1)
-        groups, kept = first(self.config, ("n_group",), most), first(self.config, ("topk_group",), fewer)
-        if self.family.groups is None or kept >= groups:
+        """The choice among the experts of the best groups: DeepSeek-AI 2024, arXiv 2412.19437, 2.1.2.
+
+        DeepSeek-V2 ranks a group by its highest score: arXiv 2405.04434, 2.2.2.
+        """
+        ranked, limit = scores, self.family.group_limit(self.config)
+        if self.family.corrects(self.config):
+            ranked = scores + self.read(self.family.correction[self.fused]).float().view(-1)
+        if limit is None:
             return best(ranked, top_k)
-        sums = ranked.unflatten(1, (groups, -1)).topk(2).values.sum(-1)
-        chosen, margin = best(sums, kept)
+        groups, count = limit.num_groups, 1 if limit.score == "max" else 2
+        sums = ranked.unflatten(1, (groups, -1)).topk(count).values.sum(-1)
+        chosen, margin = best(sums, limit.top_groups)
         allowed = torch.zeros_like(sums).scatter(1, chosen, 1).bool()
         allowed = allowed.repeat_interleave(ranked.shape[1] // groups, 1)
         ids, gap = best(ranked.masked_fill(~allowed, -math.inf), top_k)
@@ -77,7 +83,8 @@ class Formula(NamedTuple):
         shared = self.family.shared
         if shared is None or not first(self.config, (shared.size,), shared.default):
             return out
-        both = self.mlp(x, *(self.read(f"{shared.name}.{matrix}.weight") for matrix in self.family.matrices))
+        matrices = self.family.shared_matrices(self.fused)
+        both = self.mlp(x, *(self.read(f"{shared.name}.{matrix}.weight") for matrix in matrices))
         if shared.gate:  # Qwen Team 2024, arXiv 2407.10671
             both = both * F.linear(x, self.read(f"{shared.gate}.weight").float()).sigmoid()
         return out + both
@@ -88,12 +95,17 @@ class Formula(NamedTuple):
         if self.family.name == "gpt_oss":
             return self.oai_expert(x, e)
         if stacked := self.family.stacked_of(self.fused):
-            first_weight, down = (self.read(name, (e,)) for name in stacked)
-            return self.mlp(x, *first_weight.chunk(len(self.family.matrices) - 1), down)
+            *ups, down = (self.read(name, (e,)) for name in stacked)
+            if self.family.transposed and not self.fused:
+                ups, down = [ups[0].mT], down.mT
+            if len(ups) == 1:
+                ups = ups[0].chunk(len(self.family.matrices) - 1)
+            return self.mlp(x, *ups, down)
         return self.mlp(x, *(self.read(f"experts.{e}.{matrix}.weight") for matrix in self.family.matrices))
 
     def mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
-        return mlp(self.config, x, *weights, act=self.family.act)
+        limit = first(self.config, ("swiglu_limit",), self.family.limit) if self.family.limit else math.inf
+        return mlp(self.config, x, *weights, act=self.family.act, limit=limit)
 
     def oai_expert(self, x: Tensor, e: int) -> Tensor:
         """OpenAI 2025, arXiv 2508.10925."""
@@ -105,12 +117,17 @@ class Formula(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(alpha * gate) @ down + down_bias
 
 
-def mlp(config: dict, x: Tensor, *weights: Tensor, act: str = "hidden_act") -> Tensor:
-    """Multiply by the weights of the gate, if there is one, of up and of down."""
+def mlp(
+    config: dict, x: Tensor, *weights: Tensor, act: str = "hidden_act", limit: float = math.inf
+) -> Tensor:
+    """Multiply by the weights of the gate, if there is one, of up and of down.
+
+    `limit` bounds the gate from above and up on both sides: DeepSeek-AI 2026, DeepSeek-V4.
+    """
     *gate, up, down = weights
     function = FUNCTIONS[first(config, (act,), "silu" if gate else "relu2")]
-    hidden = F.linear(x, up.float())
-    hidden = function(F.linear(x, gate[0].float())) * hidden if gate else function(hidden)
+    hidden = F.linear(x, up.float()).clamp(-limit, limit)
+    hidden = function(F.linear(x, gate[0].float()).clamp(max=limit)) * hidden if gate else function(hidden)
     return F.linear(hidden, down.float())
 
 

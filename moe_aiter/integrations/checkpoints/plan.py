@@ -1,27 +1,34 @@
 """Decide for every key of a checkpoint what it becomes, before anything is written."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...layers.moe import MoE
-from .families import MOST, OURS, Family, Part, family_of, from_json, to_json
+from .families import family_of, from_json, to_json
+from .family import MOST, OURS, Family, Part, Piece
 from .files import Checkpoint, CheckpointError, NewTensor, Spec
 
 RECORD = "moe_aiter"  # in config.json: what was converted
-BLOCK = r"(?:mlp|block_sparse_moe|mixer)\..+"
-LAYER = re.compile(rf"(((?:model\.)?(?:language_model\.)?|backbone\.)layers\.([0-9]{{1,9}})\.){BLOCK}")
+BLOCK = r"(?:mlp|block_sparse_moe|mixer|feed_forward|ffn|moe|share_expert)\..+"
+PREFIX = r"(?:thinker\.)?(?:model\.)?(?:language_model\.)?|backbone\."
+LAYER = re.compile(rf"(({PREFIX})layers\.([0-9]{{1,9}})\.){BLOCK}")
 EXPERT = re.compile(
-    r"\b(experts|shared_experts?|shared_expert_gate|block_sparse_moe|(mlp|mixer)\.(gate|router|moe_statics))\."
+    r"\b(experts|shared_experts?|share_expert|shared_expert_gate|block_sparse_moe|moe"
+    r"|(mlp|mixer|feed_forward|ffn)\.(gate|router|moe_statics))\."
 )
-FURTHER = "mtp.", "model.mtp_"  # beside the layers, what predicts further tokens; it stays as it is
-FLOAT32 = re.compile(
-    r"(?<!shared)\.(gate|router(\.layer|\.classifier)?)\.weight$"
-)  # may be, in a 16-bit model
-QUANTISED = re.compile(r"(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.scales|\.absmax)$")
+# beside the layers, what predicts further tokens, and Qwen-Omni's model that speaks; it stays as it is
+FURTHER = "mtp.", "model.mtp_", "model.mtp.", "talker."
+FLOAT32 = re.compile(  # may be, in a 16-bit model
+    r"(?<!shared)\.(gate(\.wg)?|router(\.layer|\.classifier)?)\.weight$"
+)
+BIASES = "e_score_correction_bias", "selection_bias", "expert_bias", "router_bias", ".gate.bias"
+QUANTISED = re.compile(
+    r"(_blocks|_scales|_scale_inv|\.scales?|\.weight_(scale|packed)|\.qweight|\.qzeros|\.absmax)$"
+)
 DTYPES = ("F32", "BF16", "F16")
 ADVICE = "save it dequantised, in bfloat16 say, and convert that"
 
@@ -40,8 +47,8 @@ class Plan(NamedTuple):
 
     def reader(self, checkpoint: Checkpoint, layer: str) -> Callable[..., Tensor]:
         """Return a function that reads a tensor of their module by its name in there, or a place of it."""
-        block = f"{layer.removesuffix(OURS)}{self.family.blocks[self.fused]}"
-        return lambda name, place=(): checkpoint.read(f"{block}.{name}", place)
+        block = f"{layer.removesuffix(OURS)}{self.family.prefix(self.fused)}"
+        return lambda name, place=(): checkpoint.read(f"{block}{name}", place)
 
 
 def plan_to_ours(source: Checkpoint) -> Plan:
@@ -56,15 +63,12 @@ def plan_to_ours(source: Checkpoint) -> Plan:
         raise CheckpointError(f"{source.folder}", problems)
     kwargs = family.moe_kwargs(settings)
     check_kwargs(kwargs, problems)
-    stacked = f".{family.blocks[True]}.{family.stacked_of(True)[0]}"
-    fused = family.always_fused or any(
-        key.endswith(stacked) and not key.startswith(FURTHER) for key in source.specs
-    )
+    fused = is_fused(source, family, kwargs)
     pieces = list(family.pieces(kwargs, fused))
     expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
     outputs, layers, used = [], [], set()
     for stem, sparse in sparse_layers(source, family, problems).items():
-        block = f"{stem}{family.blocks[fused]}."
+        block = f"{stem}{family.prefix(fused)}"
         specs = check_block(source, stem, block, expected, problems, required=sparse)
         used |= specs.keys()
         if specs:
@@ -72,9 +76,9 @@ def plan_to_ours(source: Checkpoint) -> Plan:
         if specs and not problems:
             for piece in pieces:
                 dtype = specs[block + piece.tensors[0].name].dtype
-                made = [read for part in piece.tensors for read in reads(source, block + part.name, part)]
-                outputs.append(NewTensor(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), tuple(made)))
-    check_rest(source, used, problems)
+                made = tuple(reads_of(source, block, piece))
+                outputs.append(NewTensor(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), made))
+    check_rest(source, family, used, problems)
     config = config | new_record(family, fused, layers, kwargs)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
@@ -89,12 +93,15 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
     expected = {piece.name: piece.shape for piece in pieces}
     settings, outputs, used = family.settings(config), [], set()
     problems = family.problems(settings)
+    if hub and family.renames and read_record(source)[1]:
+        text = "transformers gave all keys of this checkpoint names of its own"
+        problems.append(f"{text}: save it with save_original_format=True, and convert that")
     if hub:
         lacks = (name for name in family.loaders_need if settings.get(name) is None)
         problems += [f"config.json has no {name}, which vLLM needs: add it" for name in lacks]
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
-        theirs = f"{stem}{family.blocks[fused]}."
+        theirs = f"{stem}{family.prefix(fused)}"
         specs = check_block(source, stem, block, expected, problems)
         used |= specs.keys()
         if not problems:
@@ -103,7 +110,7 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
                 for part in piece.tensors:
                     made = tuple(reads(source, block + piece.name, part, part.place))
                     outputs.append(NewTensor(theirs + part.name, Spec(dtype, part.shape), made))
-    check_rest(source, used, problems)
+    check_rest(source, family, used, problems)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
 
 
@@ -175,7 +182,7 @@ def check_block(
             problems.append(f"{key} is {spec.shape}; it should be {wanted[key]}")
         if key in wanted and spec.dtype not in DTYPES:
             problems.append(f"{key} is {spec.dtype}; known: {', '.join(DTYPES)}; {ADVICE}")
-        if key.endswith(("e_score_correction_bias", "selection_bias")):  # float32 in any model
+        if key.endswith(BIASES):  # float32 in any model
             continue
         if spec.dtype != "F32" or not FLOAT32.search(key):
             by_dtype.setdefault(spec.dtype, []).append(key)
@@ -186,14 +193,16 @@ def check_block(
     return there
 
 
-def check_rest(source: Checkpoint, used: set[str], problems: list[str]) -> None:
+def check_rest(source: Checkpoint, family: Family, used: set[str], problems: list[str]) -> None:
     """Keys of experts that no layer claims: in a dense layer, say, or past the last."""
     rest = [key for key in source.specs if key not in used]
+    depth = family.num_layers(family.settings(source.config)) if family.keeps else 0
     problems += [
         f"{key} belongs to experts, where config.json has none"
         for key in rest
         if EXPERT.search(key) and not key.startswith(FURTHER)
-    ]
+        and not (family.keeps and (layer := LAYER.fullmatch(key)) and int(layer[3]) < depth)
+    ]  # fmt: skip
 
 
 def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) -> Plan:
@@ -210,6 +219,34 @@ def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) 
 
 def reads(source: Checkpoint, key: str, part: Part, place: tuple = ()) -> list[Callable]:
     """Return functions that read `part` from a tensor or a place of it; a transposed one expert by expert."""
-    if not part.transposed:
-        return [partial(source.read, key, place)]
-    return [lambda e=e: source.read(key, (e,)).mT for e in range(part.shape[0])]
+    if part.transposed:
+        return [lambda e=e: source.read(key, (e,)).mT for e in range(part.shape[0])]
+    if place[:1] == (slice(None),):
+        return [partial(source.read, key, (e, *place[1:])) for e in range(part.shape[0])]
+    return [partial(source.read, key, place)]
+
+
+def reads_of(source: Checkpoint, block: str, piece: Piece) -> Iterator[Callable]:
+    """Return functions that read theirs in the order of our memory."""
+    if piece.alternates:
+        for e in range(piece.shape[0]):
+            yield from (partial(source.read, block + part.name, (e,)) for part in piece.tensors)
+        return
+    for part in piece.tensors:
+        yield from reads(source, block + part.name, part)
+
+
+def is_fused(source: Checkpoint, family: Family, kwargs: dict) -> bool:
+    """Whether theirs is transformers' own format."""
+    stacked = [f".{family.prefix(True)}{name}" for name in family.stacked_of(True)]
+    found = [key for key in source.specs if key.endswith(stacked[0]) and not key.startswith(FURTHER)]
+    if family.always_fused or not found or not family.transposed:
+        return bool(family.always_fused or found)
+    shapes = [part.shape for piece in family.expert_pieces(*sizes(kwargs), True) for part in piece.tensors]
+    keys = (found[0], found[0].removesuffix(stacked[0]) + stacked[1])
+    return all(source.specs[key].shape == shape for key, shape in zip(keys, shapes, strict=True)
+               if key in source.specs)  # fmt: skip
+
+
+def sizes(kwargs: dict) -> tuple[int, int, int]:
+    return kwargs["num_experts"], kwargs["hidden"], kwargs["intermediate"]

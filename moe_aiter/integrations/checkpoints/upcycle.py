@@ -17,7 +17,8 @@ from torch import Tensor
 from ...kernels.base.check import check_known, check_not_negative, check_sizes, checked
 from .blocks import new_moe, ours_from
 from .convert import LAYOUTS, SHARD, Progress, Report, read_moe, write_converted
-from .families import FAMILIES, OURS, Family, Part
+from .families import FAMILIES
+from .family import OURS, Family, Part
 from .files import Checkpoint, CheckpointError, NewTensor, Spec, check_target
 from .formula import TOKENS, mlp, relative, tolerance
 from .plan import Plan, check_block, check_kwargs, finish, new_record
