@@ -13,6 +13,7 @@ from .blocks import new_moe
 from .files import Checkpoint, CheckpointError, check_target, write_checkpoint
 from .formula import Formula, difference, tolerance
 from .plan import Plan, plan_to_ours, plan_to_theirs
+from .quantised import dequantised
 
 SHARD = 5 * 10**9  # bytes
 LAYOUTS = "moe_aiter", "huggingface", "hub"
@@ -45,19 +46,21 @@ def convert(
     to="hub"          back, with the keys of the hub, which vLLM and SGLang load, also if the first source was
                       in the fused format of transformers 5, which they refuse
 
-    Dtypes stay, and nothing is rounded.  Tensors are read and written one by one, those of experts matrix by
-    matrix, in files of at most `shard_bytes`; a larger tensor has a file of its own.  With `check`, each MoE
-    is then built from the files of our layout and compared with its family's formula, computed from the other
-    layout.
+    Dtypes stay, and nothing is rounded, unless the source is quantised in a format of docs/convert.md: its
+    weights, those outside of the MoE layers too, are dequantised to the dtype of config.json.  Tensors are
+    read and written one by one, those of experts matrix by matrix, in files of at most `shard_bytes`; a
+    larger tensor has a file of its own.  With `check`, each MoE is then built from the files of our layout
+    and compared with its family's formula, computed from the other layout.
 
     Raises CheckpointError, a ValueError, with every reason in `problems`: keys that are missing, unknown,
-    misshapen or of mixed dtypes, quantised weights, a damaged file, an unknown model, a layer that differs
-    from the formula, a `target` that is not empty; and OSError, for a full disk with the size of the new
-    checkpoint.  Then `target` is as it was before.  ImportError if safetensors is missing.
+    misshapen or of mixed dtypes, weights quantised otherwise, a damaged file, an unknown model, a layer that
+    differs from the formula, a `target` that is not empty; and OSError, for a full disk with the size of the
+    new checkpoint.  Then `target` is as it was before.  ImportError if safetensors is missing.
     """
     check_known("to", to, LAYOUTS)
     target = check_target(target, shard_bytes, progress)
     found = Checkpoint(source)
+    found = dequantised(found) if to == "moe_aiter" else found
     plan = plan_to_ours(found) if to == "moe_aiter" else plan_to_theirs(found, to == "hub")
 
     def compare(new: Checkpoint, layer: str) -> tuple[float, float]:
