@@ -29,8 +29,7 @@ CASES = [(family, {}) for family in MORE] + [
     ("deepseek_v2", {"topk_method": "greedy", "n_group": 3}),
     ("glm_moe_dsa", {"n_group": 3, "topk_group": 2, "mlp_layer_types": ["dense", "sparse"]}),
     ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
-    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "num_shared_experts": 0}),
-    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0}),
 ]  # fmt: skip
 IDS = [f"{family}{'-'.join(['', *changes])}" for family, changes in CASES]
 
@@ -101,11 +100,13 @@ def randomized(model):
     return model
 
 
-@pytest.mark.parametrize("width", [8, 16, 24])
+@pytest.mark.parametrize("width", [8, 16])
 def test_qwen3_vl(width, tmp_path):
-    """Its experts are transposed on the hub, which the names do not say: square matrices do not either."""
+    """Its experts are transposed on the hub, which neither names nor square matrices say."""
     import transformers
 
+    if not hasattr(transformers, "Qwen3VLMoeConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Qwen3-VL-MoE")
     config = transformers.Qwen3VLMoeConfig(
         text_config=TEXT | {"moe_intermediate_size": width}, vision_config=VISION,
         image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
@@ -126,6 +127,8 @@ def test_qwen3_omni(whole, tmp_path):
     """The thinker alone, and within the model whose talker has experts of its own, which stay."""
     import transformers
 
+    if not hasattr(transformers, "Qwen3OmniMoeConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no Qwen3-Omni-MoE")
     parts = {"text_config": TEXT | {"moe_intermediate_size": 24}, "vision_config": VISION}
     kind, config = "Thinker", parts | {"audio_config": AUDIO}
     if whole:
