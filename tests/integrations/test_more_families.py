@@ -15,6 +15,7 @@ from integrations.families import MORE, E, H, tiny_model
 from integrations.test_checkpoints import blocks, run
 from safetensors.torch import save_file
 
+from moe_aiter.cli import main
 from moe_aiter.integrations.checkpoints import (
     CheckpointError,
     convert,
@@ -50,6 +51,7 @@ def check_both(folder, family, model, layer_of=lambda name, fused: name.replace(
     for source in ("hub", "fused"):
         report = convert(folder / source, folder / f"{source}.ours", shard_bytes=30_000)
         names = {layer_of(name, source == "fused"): block for name, block in found.items()}
+        assert report.kept.keys() == {"model.layers.0"} if family == "deepseek_v4" else not report.kept
         assert list(report.differences) == list(names) and max(report.differences.values()) < 1e-5
         for name, block in names.items():
             moe = load_moe(folder / f"{source}.ours", name)
@@ -250,6 +252,42 @@ def test_families_that_transformers_has_not(family, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
+@pytest.mark.parametrize("name", ["swiglu_limits", "swiglu_limits_shared"])
+def test_layers_with_limits_stay_as_they_are(name, tmp_path, capsys):
+    """Step 3.5 Flash has limits in two layers."""
+    pytest.importorskip("tqdm")
+    config, found, _ = published("step3p5")
+    limits = {"num_hidden_layers": 3, "moe_layers_enum": "1,2", name: [0, 0, 7.0]}
+    further = {
+        key.replace("layers.1.", "layers.2."): t.clone() for key, t in found.items() if "layers.1." in key
+    }
+    write(tmp_path / "theirs", config | limits, found | further)
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert "because their experts have limits, and all MoE layers of" in (out := capsys.readouterr().out)
+    assert ": model.layers.2\n" in out and "model.layers.1.mlp" in out
+    ours = tensors(tmp_path / "ours")
+    assert identical(further, {key: ours.get(key) for key in further}) and not any(
+        "layers.2.mlp" in key for key in ours
+    )
+    assert convert(tmp_path / "ours", tmp_path / "back", to="hub").kept.keys() == {"model.layers.2"}
+    assert identical(found | further, tensors(tmp_path / "back"))
+
+
+@pytest.mark.parametrize(
+    "family, setting",
+    [
+        ("exaone_moe", {"is_moe_layer": [True, False, True]}),
+        ("mimo_v2", {"moe_layer_freq": [1, 0, 1]}),
+        ("step3p5", {"moe_layers_enum": "0,2"}),
+        ("jamba", {"expert_layer_period": 2, "expert_layer_offset": 0}),
+        ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": 3}),
+    ],
+)
+def test_which_layers_have_experts(family, setting):
+    settings = FAMILIES[family].settings(setting | {"num_hidden_layers": 3})
+    assert [FAMILIES[family].is_sparse(settings, layer) for layer in range(3)] == [True, False, True]
+
+
 REFUSED = [
     ("kimi_k2", {"model_type": "phimoe"}, "its router, SparseMixer, weighs a choice"),
     ("kimi_k2", {"model_type": "ernie4_5_vl_moe"}, "other experts for text and for images"),
@@ -261,8 +299,7 @@ REFUSED = [
         "topk_method is 'noaux_tc'; known: greedy, group_limited_greedy",
     ),
     ("bailing_moe_v2", {"score_function": "softmax"}, "score_function is 'softmax'; only 'sigmoid'"),
-    ("step3p5", {"swiglu_limits": [0.0, 7.0]}, "swiglu_limits has limits for layers 1: all layers of"),
-    ("step3p5", {"swiglu_limits_shared": [0, 16]}, "swiglu_limits_shared has limits for layers 1"),
+    ("step3p5", {"swiglu_limits": 7.0}, "swiglu_limits is 7.0; it should be of type list"),
     ("step3p5", {"moe_layers_enum": None}, "config.json has no moe_layers_enum"),
     (
         "bailing_moe_v2",

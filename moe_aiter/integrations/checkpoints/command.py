@@ -110,6 +110,9 @@ class Bar:
 def print_report(target: Path, report: Report) -> None:
     for layer, difference in report.differences.items():
         print(f"  {layer:<40} relative difference {difference:.1e}")
+    for reason in sorted(set(report.kept.values())):
+        layers = ", ".join(layer for layer, why in report.kept.items() if why == reason)
+        print(f"layers that stay as they are, because {reason}: {layers}")
     if report.left_out:
         print(f"not copied, because the checkpoint does not use them: {', '.join(report.left_out)}")
     print(f"{report.converted} tensors of MoE layers converted and {report.copied} copied:"

@@ -30,6 +30,7 @@ class Report:
     files: list[str]  # that hold them
     left_out: list[str]  # weights in the source folder that are none of the checkpoint's
     differences: dict[str, float] = field(default_factory=dict)  # of each MoE from the formula, if checked
+    kept: dict[str, str] = field(default_factory=dict)  # layers with experts that stay as they are, and why
 
 
 @checked
@@ -100,7 +101,8 @@ def write_converted(
         for path in others:
             shutil.copyfile(path, draft / path.name)
         names = [path.name for path in left_out]
-        report = Report(plan.converted, plan.copied, len(plan.outputs), files, names)
+        kept = dict.fromkeys(plan.kept, plan.family.keeps)
+        report = Report(plan.converted, plan.copied, len(plan.outputs), files, names, kept=kept)
         new = Checkpoint(draft)
         if compare is not None:
             report.differences = compare_all(new, plan, compare, progress)

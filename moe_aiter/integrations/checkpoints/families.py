@@ -102,12 +102,8 @@ def average_of_shared(config: dict) -> str | None:
     return f"{text}: MoE adds the output of the shared experts"
 
 
-def limits_of_layers(config: dict) -> str | None:
-    """Step's limits, in a few layers, of silu(gate) and up; shared experts have others."""
-    for name in ("swiglu_limits", "swiglu_limits_shared"):
-        if any(config.get(name) or ()):
-            layers = ", ".join(str(n) for n, limit in enumerate(config[name]) if limit)
-            return f"{name} has limits for layers {layers}: all layers of a checkpoint have one activation"
+def no_kinds(config: dict) -> str | None:
+    """Without the setting, others disagree which of Step's layers have experts."""
     return None if config.get(KINDS) is not None else "config.json has no moe_layers_enum"
 
 
@@ -160,7 +156,7 @@ FAMILIES = {
             correction=("gate.bias", "gate.e_score_correction_bias"), score="sqrt_softplus", scale=1.5,
             limit=10.0, shared=DEEPSEEK_SHARED, renames=True,
             layers={"mlp_layer_types": None, "num_hash_layers": 3},
-            keeps=True,
+            keeps="they choose experts by the id of a token, which MoE does not see",
             only={"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "n_shared_experts": 1,
                   "hidden_act": "silu", "mlp_bias": False},
         ),
@@ -258,7 +254,8 @@ FAMILIES = {
             "moe_intermediate_size", top_k=("moe_top_k", "num_experts_per_tok"), blocks=("", OURS),
             stacked=tuple(f"moe.{matrix}_proj.weight" for matrix in ("gate", "up", "down")),
             routers=("moe.gate",) * 2, correction=("moe.router_bias",) * 2, score="sigmoid", scale=1.0,
-            scale_key="moe_router_scaling_factor", renames=True, refuses=limits_of_layers,
+            scale_key="moe_router_scaling_factor", renames=True, refuses=no_kinds,
+            keeps="their experts have limits, and all MoE layers of a checkpoint have one activation",
             shared=SharedMlp("share_expert", "share_expert_dim", 1280, counts=False),
             layers={"mlp_layer_types": None},
             only={"moe_router_activation": "sigmoid", "norm_expert_weight": True, "use_moe_router_bias": True,

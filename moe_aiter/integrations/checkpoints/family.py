@@ -50,6 +50,7 @@ LAYERS: dict[str, Callable] = {  # settings that say which layers have experts, 
     "expert_layer_period": lambda layer, step: layer % step == 0,
 }
 LISTED = "layers_block_type", "hybrid_override_pattern"  # those with an entry for each layer
+LIMITS = "swiglu_limits", "swiglu_limits_shared"  # of a layer; 0 and None are none
 KINDS = "mlp_layer_types"  # likewise; where it is there, the others do not count
 WHY = {  # a setting with another value is something that MoE has not
     "mlp_bias": "MoE has biases in the router and all experts, or in none",
@@ -135,7 +136,7 @@ class Family:
     zero_experts: int = 0  # identity experts, where the configuration does not say; 0: it has no say
     layers: Mapping = field(default_factory=dict)  # keys of LAYERS that count, and their defaults
     further: bool = False  # whether layers past the last, which predict further tokens, have experts too
-    keeps: bool = False  # whether layers with experts of another kind stay as they are
+    keeps: str = ""  # why layers with experts of another kind stay as they are
     renames: bool = False  # whether transformers' own format has other keys outside of the block too
     loaders_need: tuple[str, ...] = ()  # settings without which inference engines refuse the checkpoint
     only: Mapping = field(default_factory=dict)  # settings of which a single value is known
@@ -191,7 +192,7 @@ class Family:
             found.append(f"{self.act} is {config[self.act]!r}; known: {', '.join(acts)}")
         elif self.limit is not None:
             try:
-                self.limited(config)
+                self.limited_activation(config)
             except (TypeError, ValueError) as error:
                 found.append(f"swiglu_limit makes no activation: {error}")
         found += self.differences(config)
@@ -236,7 +237,7 @@ class Family:
         )
         return GroupLimit(groups, best, self.group_score) if best < groups else None
 
-    def limited(self, config: dict) -> str:
+    def limited_activation(self, config: dict) -> str:
         limit = first(config, ("swiglu_limit",), self.limit)
         return swiglu_limit(limit, limit)
 
@@ -259,7 +260,7 @@ class Family:
             return kwargs | act | {"score": self.score}
         acts = self.activations()
         act = acts[first(config, (self.act,), next(iter(acts)))]
-        kwargs["activation"] = act if self.limit is None else self.limited(config)
+        kwargs["activation"] = act if self.limit is None else self.limited_activation(config)
         # said also where it is the default: MoE refuses weights of 1, and would weigh otherwise by itself
         kwargs["renormalize"] = self.sums_to_1(config)
         if (score := self.score_of(config)) != "softmax":
@@ -287,6 +288,16 @@ class Family:
         if layer >= layers:
             further = first(config, ("num_nextn_predict_layers", "num_mtp_layers"), 0)
             return None if self.further and layer < layers + further else False
+        return not self.stays(config, layer) and self.is_listed(config, layer)
+
+    def stays(self, config: dict, layer: int) -> bool:
+        """Whether a layer's experts, if it has some, are of a kind that MoE has not."""
+        if not self.keeps or layer >= self.num_layers(config):
+            return False
+        limits = (config.get(name) or () for name in LIMITS)
+        return any(any(found[layer : layer + 1]) for found in limits) or not self.is_listed(config, layer)
+
+    def is_listed(self, config: dict, layer: int) -> bool:
         given = [name for name in (*LISTED, KINDS) if name in self.layers and config.get(name) is not None]
         rules = dict.fromkeys(given[:1]) or self.layers
         if "expert_layer_period" in rules:
@@ -387,9 +398,14 @@ def is_even(values: list) -> bool:
 
 
 def kinds_of(frequency: list | None, config: dict) -> list[str] | None:
-    """Return `mlp_layer_types`, also from an older setting: MiMo's list of 0 and 1, or Step's "3,4,5"."""
+    """Return `mlp_layer_types`, also from an older setting.
+
+    That is a list of 0 and 1 (MiMo) or of false and true (EXAONE), or a text such as "3,4,5" (Step).
+    """
     if config.get(KINDS) is not None:
         return config[KINDS]
+    if isinstance(config.get("is_moe_layer"), list):
+        frequency = config["is_moe_layer"]
     named = config.get("moe_layers_enum")
     if isinstance(named, str) and re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", named):
         layers = set(map(int, named.split(",")))

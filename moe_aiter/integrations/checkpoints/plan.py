@@ -44,6 +44,7 @@ class Plan(NamedTuple):
     layers: list[str]  # the names of our modules, model.layers.3.mlp
     converted: int = 0  # keys of the source
     copied: int = 0
+    kept: tuple[str, ...] = ()  # the names of layers with experts that stay as they are
 
     def reader(self, checkpoint: Checkpoint, layer: str) -> Callable[..., Tensor]:
         """Return a function that reads a tensor of their module by its name in there, or a place of it."""
@@ -78,9 +79,9 @@ def plan_to_ours(source: Checkpoint) -> Plan:
                 dtype = specs[block + piece.tensors[0].name].dtype
                 made = tuple(reads_of(source, block, piece))
                 outputs.append(NewTensor(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), made))
-    check_rest(source, family, used, problems)
+    kept = check_rest(source, family, used, problems)
     config = config | new_record(family, fused, layers, kwargs)
-    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
 
 
 def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
@@ -110,8 +111,8 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
                 for part in piece.tensors:
                     made = tuple(reads(source, block + piece.name, part, part.place))
                     outputs.append(NewTensor(theirs + part.name, Spec(dtype, part.shape), made))
-    check_rest(source, family, used, problems)
-    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers), used)
+    kept = check_rest(source, family, used, problems)
+    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
 
 
 def check_kwargs(kwargs: dict, problems: list[str]) -> None:
@@ -193,16 +194,21 @@ def check_block(
     return there
 
 
-def check_rest(source: Checkpoint, family: Family, used: set[str], problems: list[str]) -> None:
-    """Keys of experts that no layer claims: in a dense layer, say, or past the last."""
-    rest = [key for key in source.specs if key not in used]
-    depth = family.num_layers(family.settings(source.config)) if family.keeps else 0
-    problems += [
-        f"{key} belongs to experts, where config.json has none"
-        for key in rest
-        if EXPERT.search(key) and not key.startswith(FURTHER)
-        and not (family.keeps and (layer := LAYER.fullmatch(key)) and int(layer[3]) < depth)
-    ]  # fmt: skip
+def check_rest(source: Checkpoint, family: Family, used: set[str], problems: list[str]) -> tuple[str, ...]:
+    """Keys of experts that no layer claims: in a dense layer, say, or past the last.
+
+    Returns the layers whose experts are of a kind that stays as it is.
+    """
+    settings, kept = family.settings(source.config), {}
+    for key in source.specs:
+        if key in used or not EXPERT.search(key) or key.startswith(FURTHER):
+            continue
+        layer = LAYER.fullmatch(key)
+        if layer and family.stays(settings, int(layer[3])):
+            kept[layer[1].removesuffix(".")] = True
+        else:
+            problems.append(f"{key} belongs to experts, where config.json has none")
+    return tuple(kept)
 
 
 def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) -> Plan:
