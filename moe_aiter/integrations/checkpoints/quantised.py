@@ -16,6 +16,7 @@ down_proj_scale_inv beside them.
 """
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +60,8 @@ class Format(NamedTuple):
 def fp8_weight(settings: dict, parts: dict[str, Tensor]) -> Tensor:
     weight, scales = parts["weight"].float(), parts["weight_scale_inv"].float()
     for dim, size in zip((-2, -1), settings["weight_block_size"], strict=True):
-        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        rows = weight.shape[dim]
+        scales = scales.repeat_interleave(min(size, rows), dim).narrow(dim, 0, rows)
     return weight * scales
 
 
@@ -94,7 +96,7 @@ def awq_weight(settings: dict, parts: dict[str, Tensor]) -> Tensor:
 
 
 def columns_shapes(settings: dict, found: Shapes, read: Callable) -> tuple[tuple[int, ...], Shapes]:
-    """Of GPTQ, which packs inputs, and AWQ, which packs outputs."""
+    """Return the shapes for GPTQ, which packs inputs, and for AWQ, which packs outputs."""
     width, out = found["qweight"]
     width, out = (width, 8 * out) if settings["quant_method"] == "awq" else (8 * width, out)
     groups = math.ceil(width / settings["group_size"])
@@ -160,7 +162,7 @@ class Dequantised(Checkpoint):
             raise CheckpointError(f"{self.folder}", problems)
 
     def parts_of(self, key: str, problems: list[str]) -> dict[str, str] | None:
-        """The keys of the weight whose first tensor `key` is, and as "" what the weight is called."""
+        """Return the keys of the weight whose first tensor is `key`, and as "" the weight's own key."""
         first, rest, optional = self.format[:3]
         stem = key.removesuffix(first)
         if first == "weight_scale_inv" and key.endswith(("gate_up_proj_scale_inv", "down_proj_scale_inv")):
@@ -176,12 +178,12 @@ class Dequantised(Checkpoint):
         return None if missing else parts
 
     def shape_of(self, parts: dict[str, str], problems: list[str]) -> tuple[int, ...]:
-        """The shape of a weight; adds a problem for each of its tensors that does not fit the others."""
+        """Return the shape of a weight; add a problem for each of its tensors that does not fit."""
         specs = {name: self.stored[key] for name, key in parts.items()}
         read = partial(super().read, parts.get("weight_shape", ""))
         try:
             shape, wanted = self.format.shapes(self.settings, {n: s.shape for n, s in specs.items()}, read)
-        except ValueError:  # of too many axes, or too few
+        except (TypeError, ValueError):  # of too many axes, or too few
             shape, wanted = (), {self.format.first: "of a matrix"}
         for name, spec in specs.items():
             if name in wanted and spec.shape != wanted[name]:
@@ -191,7 +193,7 @@ class Dequantised(Checkpoint):
         return shape
 
     def read(self, key: str, place: tuple = ()) -> Tensor:
-        """A tensor, or the part of it at `place`, as of the checkpoint before it was quantised."""
+        """Return a tensor, or the part of it at `place`, dequantised if it is a quantised weight."""
         if key not in self.parts:
             return super().read(key, place)
         parts, expert = self.parts[key], ()
@@ -220,13 +222,13 @@ def dequantised(source: Checkpoint) -> Checkpoint:
 
 
 def found_in(config: dict, name: str) -> object:
-    """An entry of config.json, or of the part of it that describes the language model."""
+    """Return an entry of config.json, or of the part of it that describes the language model."""
     parts = [config, *(config[inner] for inner in INNER if isinstance(config.get(inner), dict))]
     return next((part[name] for part in parts if part.get(name) is not None), None)
 
 
 def without(value: object) -> object:
-    """`value` of config.json, without what it says of the quantisation."""
+    """Return a value of config.json without what it says of the quantisation."""
     if not isinstance(value, dict):
         return value
     return {name: without(inner) for name, inner in value.items() if name != QUANTISATION}
@@ -239,8 +241,8 @@ def check_fp8(settings: dict) -> list[str]:
 
 
 def check_gptq(settings: dict) -> list[str]:
-    found = settings.setdefault("checkpoint_format", "gptq")
-    known = ", ".join(GPTQ_ZEROS)
+    found = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    settings["checkpoint_format"], known = found, ", ".join(GPTQ_ZEROS)
     wrong = [] if found in list(GPTQ_ZEROS) else [f"checkpoint_format is {found!r}; known: {known}"]
     return wrong + check_bits(settings)
 
@@ -256,7 +258,7 @@ def check_awq(settings: dict) -> list[str]:
 
 
 def check_bits(settings: dict) -> list[str]:
-    """4 bits, and groups of a size; -1 is one group."""
+    """Check that there are 4 bits and a size of groups; -1 is one group."""
     bits, each = settings.get("bits", settings.get("w_bit", 4)), settings.get("group_size", 128)
     wrong = [] if bits == 4 else [f"bits is {bits!r}; only 4 is known"]
     if type(each) is not int or not (each > 0 or each == -1):
@@ -266,7 +268,7 @@ def check_bits(settings: dict) -> list[str]:
 
 
 def check_compressed(settings: dict) -> list[str]:
-    """All groups of settings must agree, on integers of 4 bits with a scale for each group or row."""
+    """Check that all groups of settings agree, on integers of 4 bits with a scale for each group or row."""
     if settings.get("format") != "pack-quantized":
         return [f"format is {settings.get('format')!r}; only 'pack-quantized' is known"]
     groups = settings.get("config_groups")
@@ -279,11 +281,12 @@ def check_compressed(settings: dict) -> list[str]:
     bits, kind, strategy, each, order = next(iter(kinds))
     known = (bits, kind) == ("4", "int")
     wrong = [] if known else [f"weights are {kind} of {bits} bits; only int of 4 is known"]
-    if strategy not in ("group", "channel") or (strategy == "group" and not each.isdigit()):
+    sized = re.fullmatch("[1-9][0-9]{0,8}", each)
+    if strategy not in ("group", "channel") or (strategy == "group" and not sized):
         wrong.append(f"strategy is {strategy!r} with group_size {each}; known: group, channel")
     if order == "group":
         wrong.append("actorder is 'group', which permutes the inputs; known: None, 'weight' and 'static'")
-    settings["group_size"] = int(each) if strategy == "group" and each.isdigit() else sys.maxsize
+    settings["group_size"] = int(each) if strategy == "group" and sized else sys.maxsize
     return wrong
 
 
