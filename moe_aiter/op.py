@@ -35,7 +35,7 @@ from .private_api import (
     is_differentiated,
     keeps_graph,
 )
-from .torch_ops import defining
+from .torch_ops import NAMESPACE, defining
 
 Function = Callable[..., Any]
 Key = tuple[Any, ...] | None  # of a decision
@@ -147,7 +147,7 @@ def layout(t: Tensor) -> tuple[torch.Size, tuple[int, ...], dict[str, Any]]:
 # torch's dispatcher takes longer to reach an op from Python than a small kernel takes to run.  A call skips
 # the dispatcher where it would add nothing: no mode, tensor subclass, transform or compiler is at work.
 
-LIB = torch.library.Library("moe_aiter", "DEF")
+LIB = torch.library.Library(NAMESPACE, "DEF")
 INTEGERS = (int, torch.SymInt, numbers.Integral)
 KINDS = {  # in a schema -> in Python, and in words
     "Tensor": (Tensor, "a tensor"),
@@ -170,7 +170,7 @@ def register(
     name = schema.partition("(")[0]
     with defining():
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    op = getattr(torch.ops.moe_aiter, name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
     unrecorded = torch.no_grad()(run) if mutates else run
@@ -178,10 +178,10 @@ def register(
     LIB.impl(name, lambda *args: unrecorded(inputs(*map(hashable, args))), "CompositeExplicitAutograd")
     if mutates:  # `run` writes to negative views, which torch's own kernel for them cannot
         LIB.impl(name, torch.library.fallthrough_kernel, "Negative")
-    torch.library.register_fake(f"moe_aiter::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
     if backward is not None and not mutates:  # torch takes a formula only for an op that changes nothing
         setup = save and saving(save, inputs)
-        torch.library.register_autograd(f"moe_aiter::{name}", backward, setup_context=setup, lib=LIB)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     names = [name for name, *_ in arguments]
     short = run if backward is None else shortcut(name, inputs, run, backward, save)

@@ -269,7 +269,7 @@ class Scoped(Generic[T]):
     """
 
     def __init__(self, name: str, default: T):
-        self.key, self.default = f"moe_aiter.{name}", default
+        self.key, self.default = f"{__package__}.{name}", default
         self.blocks = 0  # that are open, in all threads: with none, which is usual, no thread has to be asked
 
     def get(self) -> T:

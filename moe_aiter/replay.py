@@ -35,7 +35,7 @@ from .private_api import (
     top_hooks,
 )
 
-STORED = "_moe_aiter_decisions"  # the attribute of a region
+STORED = f"_{__package__}_decisions"  # the attribute of a region, for each copy of the package
 
 
 class Decisions:

@@ -2,6 +2,9 @@
 
 `import moe_aiter` itself does not import torch.  If torch is imported later, this file acts right after that.
 C++ code that looks an op up by name needs the modules in OPS imported.
+
+A copy of the package that is imported by another name, as Hugging Face's `kernels` does, has ops of its own:
+`torch.ops.<its name>`.
 """
 
 import contextlib
@@ -11,13 +14,17 @@ import sys
 import threading
 from collections.abc import Iterator
 
+NAMESPACE = __package__.replace(".", "_")  # of the ops: moe_aiter
 # these modules, and what they import, define the ops
-OPS = (
-    "moe_aiter.layers",
-    "moe_aiter.distributed.collective",
-    "moe_aiter.kernels.experts.split",
-    "moe_aiter.kernels.grouped.grouped_gemm",
-    "moe_aiter.kernels.sparse.gemm",
+OPS = tuple(
+    f"{__package__}.{module}"
+    for module in (
+        "layers",
+        "distributed.collective",
+        "kernels.experts.split",
+        "kernels.grouped.grouped_gemm",
+        "kernels.sparse.gemm",
+    )
 )
 
 
@@ -66,7 +73,7 @@ def extend_namespace() -> None:
     """Let `torch.ops.moe_aiter` import the files that define ops, where it does not know an op."""
     import torch
 
-    namespace = torch.ops.moe_aiter
+    namespace = getattr(torch.ops, NAMESPACE)
 
     class Namespace(type(namespace)):
         __module__ = type(namespace).__module__  # a part of each op's name in exported programs

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, is_transformed, takes
 from ...private_api import is_exporting, softmax_gradient
 from ...replay import always_save, current_pass
+from ...torch_ops import NAMESPACE
 from ..base.check import Operand, check_fields, check_finite, check_float, check_whole_shape, wide
 from ..base.host import array, ext, host, num_threads
 from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
@@ -447,7 +448,7 @@ route_once_op = define_op(
     "route_once", RouteOnceInputs, outputs=3, new=lambda i: new_route(RouteInputs(*i)), save=save_route,
     backward=backward_route, **{backend: for_graphs(impl) for backend, impl in IMPLS["route"].items()},
 )  # fmt: skip
-always_save("moe_aiter::route_once")
+always_save(f"{NAMESPACE}::route_once")
 
 
 # route: public
@@ -497,7 +498,7 @@ def new_decision(i: DecideInputs) -> Tensor:
 
 
 decide_op = define_op("decide", DecideInputs, new=new_decision, reference=decide_reference)
-always_save("moe_aiter::decide")
+always_save(f"{NAMESPACE}::decide")
 
 
 # decide: public
