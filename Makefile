@@ -24,7 +24,7 @@ endif
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu lint docs dist bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu lint docs dist hub bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -164,6 +164,10 @@ dist: $(READY)
 	CC=false CXX=false $(BARE) -m pip install -q -c constraints.txt dist/*.whl
 	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' > build/readme.py
 	cd build && time bare/bin/python readme.py
+
+# the package in the form of Hugging Face's kernel hub: CONTRIBUTING.md says how to publish it
+hub:
+	$(PYTHON) hub.py build/hub
 
 bench: $(READY)
 	$(PY) -m moe_aiter.cli bench layer --out benchmarks/results/layer.csv $(ARGS)

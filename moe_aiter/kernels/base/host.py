@@ -21,7 +21,7 @@ from ...config import settings
 log = logging.getLogger("moe_aiter")
 
 try:
-    import moe_aiter._host as ext
+    from ... import _host as ext
 
     reason = ""
 except ImportError as error:
@@ -56,6 +56,8 @@ PACKAGE = pathlib.Path(__file__).parents[2]
 
 def remedy() -> str:
     """Say how to get the extension; Python may have taken a source folder, not the installed package."""
+    if (PACKAGE / "metadata.json").exists():
+        return "Copies from the kernel hub have none; an installed package moe-aiter has it"
     for found in importlib.metadata.distributions(name="moe-aiter"):
         for file in found.files or ():
             installed = pathlib.Path(found.locate_file(file))
