@@ -29,14 +29,14 @@ from torch import nn
 
 import moe_aiter as ours
 from moe_aiter.compat import aiter, flashinfer
-from moe_aiter.compat.aiter import tuned_gemm
+from moe_aiter.compat.aiter import fused_moe, tuned_gemm
 from moe_aiter.compat.aiter.ops.triton import gmm as triton_gmm
 from moe_aiter.compat.aiter.ops.triton.utils import gmm_common
 from moe_aiter.layers.attention import attention_backend
 
-MODULES = aiter, flashinfer, tuned_gemm, triton_gmm, gmm_common
-# a look-up whose errors are in tests/tuning/test_aiter_json.py
-ELSEWHERE = {"get_config"}
+MODULES = aiter, flashinfer, fused_moe, tuned_gemm, triton_gmm, gmm_common
+# a look-up whose errors are in tests/tuning/test_aiter_json.py, and enumerations
+ELSEWHERE = {"ActivationType", "QuantType", "get_config"}
 
 # of compat and of methods: (function, arguments)
 
@@ -47,6 +47,16 @@ def adapted_linear() -> ours.LoRALinear:
 
 def adapted_experts() -> ours.LoRAExperts:
     return ours.LoRAExperts(ours.Experts(E, H, 4), rank=2)
+
+
+def routed(shared: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(T, K + shared), ids()
+
+
+def grouped_routing() -> dict:
+    outputs = dict(zip(("topk_weights", "topk_ids"), routed(), strict=True))
+    numbers = {"num_expert_group": 2, "topk_group": 1, "need_renorm": True, "routed_scaling_factor": 2.0}
+    return {"gating_output": rand(T, E), **outputs, **numbers}
 
 
 FOUR = {"M": 7, "K": H, "N": N, "G": 3}
@@ -354,6 +364,64 @@ MORE = {
         lambda: {"dtype": torch.int64},
     ),
     "gmm_common.is_power_of_2": (gmm_common.is_power_of_2, lambda: {"x": 4}),
+    "fused_moe.fused_moe": (
+        fused_moe.fused_moe,
+        lambda: {
+            "hidden_states": rand(T, H),
+            "w1": rand(E, 8, H),
+            "w2": rand(E, H, 4),
+            "topk_weight": rand(T, K),
+            "topk_ids": ids(),
+            "expert_mask": sizes(1, 0, 1, 1, 1),
+            "doweight_stage1": True,
+            "num_local_tokens": sizes(5),
+            "dtype": BF16,
+            "bias1": rand(E, 8),
+            "bias2": rand(E, H),
+            "swiglu_limit": 7.0,
+        },
+    ),
+    "fused_moe.moe_sorting": (
+        fused_moe.moe_sorting,
+        lambda: {
+            "topk_ids": ids(),
+            "topk_weights": rand(T, K),
+            "num_experts": E,
+            "model_dim": H,
+            "moebuf_dtype": BF16,
+            "block_size": 4,
+            "expert_mask": sizes(1, 0, 1, 1),
+            "num_local_tokens": sizes(5),
+            "return_local_topk_ids": True,
+            "accumulate": False,
+        },
+    ),
+    "aiter.topk_softmax": (
+        aiter.topk_softmax,
+        lambda: {
+            **dict(zip(("topk_weights", "topk_indices"), routed(1), strict=True)),
+            "token_expert_indices": ids(),
+            "gating_output": rand(T, E + 1),
+            "need_renorm": True,
+            "num_shared_experts": 1,
+            "shared_expert_scoring_func": "sigmoid",
+        },
+    ),
+    "aiter.biased_grouped_topk": (
+        aiter.biased_grouped_topk,
+        lambda: {**grouped_routing(), "correction_bias": rand(E)},
+    ),
+    "aiter.grouped_topk": (aiter.grouped_topk, lambda: {**grouped_routing(), "is_softmax": False}),
+    "flashinfer.grouped_mm_bf16": (
+        flashinfer.grouped_mm_bf16,
+        lambda: {
+            "a": rand(6, H, dtype=BF16),
+            "b": rand(4, N, H, dtype=BF16),
+            "m_indptr": sizes(0, 2, 2, 5, 6),
+            "out_dtype": BF16,
+            "backend": "cudnn",
+        },
+    ),
     "flashinfer.bmm_fp8": (
         flashinfer.bmm_fp8,
         lambda: {

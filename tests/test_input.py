@@ -86,6 +86,9 @@ COMPUTES = {
         "load_balance_loss.expert_ids": "size1",
         "sequence_balance_loss.expert_ids": "size1",
         "aiter.batched_gemm.a": "size2",
+        "aiter.topk_softmax.gating_output": "size1",
+        "flashinfer.grouped_mm_bf16.a": "size0",
+        "flashinfer.grouped_mm_bf16.b": "size1",
         "aiter.batched_gemm.b": "size1",
         **{
             f"{name}.{which}": axis
@@ -102,6 +105,7 @@ COMPUTES = {
         "sequence_balance_loss.scores": "size1",
         "route_to.logits": "size1",
         "segment_gmm.w": "size0",
+        "fused_moe.fused_moe.expert_mask": "size0",
         "SegmentGEMMWrapper.run.weights": "size0",
     },
     ALONE: {

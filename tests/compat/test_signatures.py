@@ -1,5 +1,6 @@
 """Every signature of `moe_aiter.compat` beside upstream's: names, order, defaults."""
 
+import enum
 import importlib
 import inspect
 import pathlib
@@ -11,9 +12,11 @@ import torch
 
 from moe_aiter import compat
 from moe_aiter.compat import aiter
+from moe_aiter.compat.aiter.fused_moe import fused_moe, moe_sorting
 from moe_aiter.compat.aiter.ops.triton.gmm import gmm
 from moe_aiter.compat.aiter.ops.triton.utils.gmm_common import DEVICE, gen_gmm_tensors, gen_tgmm_tensors
 from moe_aiter.compat.flashinfer.gemm import BACKENDS, bmm_fp8
+from moe_aiter.compat.flashinfer.grouped_mm import grouped_mm_bf16
 
 DRAWN = (
     "input_type=torch.bfloat16, output_type=torch.bfloat16, group_sizes_dtype=torch.int32, {}device=DEVICE, "
@@ -81,6 +84,24 @@ UPSTREAM = {
     "cutlass_gemm": "a, b, alpha=1.0, beta=0.0, c=None",
     "sparse_gemm": "input, weight, sparsity_pattern",
     "int8_gemm": "input, weight, input_scale, weight_scale, output_dtype=torch.float16",
+    # aiter.fused_moe, aiter.ops.moe_op, aiter.ops.topk
+    "fused_moe": "hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None, activation=0, "
+    "quant_type=0, doweight_stage1=False, w1_scale=None, w2_scale=None, a1_scale=None, a2_scale=None, "
+    "block_size_M=None, num_local_tokens=None, moe_sorting_dispatch_policy=0, dtype=None, "
+    "hidden_pad=0, intermediate_pad=0, bias1=None, bias2=None, splitk=0, swiglu_limit=None, beta=None, "
+    "linear_beta=None, gate_mode='separated', shared_w1=None, shared_w2=None, shared_w1_scale=None, "
+    "shared_w2_scale=None, shared_expert_id=-1, stage2_scatter=None",
+    "moe_sorting": "topk_ids, topk_weights, num_experts, model_dim, moebuf_dtype, block_size=32, "
+    "expert_mask=None, num_local_tokens=None, dispatch_policy=0, return_local_topk_ids=False, "
+    "accumulate=True, flat=False, output_aux=False",
+    "topk_softmax": "topk_weights, topk_indices, token_expert_indices, gating_output, need_renorm, "
+    "num_shared_experts=0, shared_expert_scoring_func=''",
+    "biased_grouped_topk": "gating_output, correction_bias, topk_weights, topk_ids, num_expert_group, "
+    "topk_group, need_renorm, routed_scaling_factor=1.0",
+    "grouped_topk": "gating_output, topk_weights, topk_ids, num_expert_group, topk_group, need_renorm, "
+    "is_softmax=True, routed_scaling_factor=1.0",
+    # flashinfer.grouped_mm
+    "grouped_mm_bf16": "a, b, m_indptr, out=None, out_dtype=torch.bfloat16, *, backend='cudnn', tactic=-1",
     # flashinfer.gemm
     "bmm_fp8": "A, B, A_scale, B_scale, dtype, out=None, backend='cublas'",
     "SegmentGEMMWrapper": "float_workspace_buffer, backend='auto'",
@@ -135,13 +156,14 @@ def functions() -> dict:
     for name, kind in classes:
         methods = vars(kind).items()
         found |= {f"{name}.{m}": fn for m, fn in methods if inspect.isfunction(fn) and not m.startswith("_")}
-    return {name: fn for name, fn in found.items() if callable(fn)}
+    return {name: fn for name, fn in found.items() if callable(fn) and not isinstance(fn, enum.EnumMeta)}
 
 
 def signature(fn) -> str:
     """Its parameters as above: no annotations, no self."""
     given = inspect.signature(fn).parameters.values()
     given = [p.replace(annotation=p.empty) for p in given if p.name != "self"]
+    given = [p.replace(default=p.default.value) if isinstance(p.default, enum.Enum) else p for p in given]
     text = str(inspect.Signature(given)).removeprefix("(").removesuffix(")")
     return text.replace(f"device={DEVICE!r}", "device=DEVICE")
 
@@ -182,11 +204,27 @@ def test_the_document_says_what_differs_and_nothing_else():
 
 X8, W8 = torch.randint(-99, 99, (5, 16), dtype=torch.int8), torch.randint(-99, 99, (6, 16), dtype=torch.int8)
 E4M3 = torch.rand(2, 16, 16).to(torch.float8_e4m3fn)
+EXPERTS = (
+    torch.rand(5, 8),
+    torch.rand(3, 12, 8),
+    torch.rand(3, 8, 6),
+    torch.rand(5, 2),
+    torch.eye(5, 2).long(),
+)
+SORTED = EXPERTS[4], EXPERTS[3], 3, 8, torch.float32
+BF16, W16 = torch.rand(5, 8).bfloat16(), torch.rand(2, 6, 8).bfloat16()
+INDPTR = torch.tensor([0, 2, 5], dtype=torch.int32)
 GROUPS = torch.rand(5, 4), torch.rand(2, 4, 6), torch.tensor([2, 3])
 WITHOUT_EFFECT = [  # a function of such an argument, and two values
     ("splitK", lambda n: aiter.gemm_a8w8(X8, W8, 1.0, 0.5, splitK=n), (None, 4)),
     ("work_stealing", lambda on: gmm(*GROUPS, work_stealing=on), (False, True)),
     ("backend", lambda name: bmm_fp8(E4M3, E4M3.mT, 1.0, 1.0, torch.float16, backend=name), BACKENDS[:2]),
+    ("tactic", lambda n: grouped_mm_bf16(BF16, W16, INDPTR, tactic=n), (-1, 3)),
+    ("backend", lambda name: grouped_mm_bf16(BF16, W16, INDPTR, backend=name), ("cudnn", "cake")),
+    ("block_size_M", lambda n: fused_moe(*EXPERTS, block_size_M=n), (None, 64)),
+    ("moe_sorting_dispatch_policy", lambda n: fused_moe(*EXPERTS, moe_sorting_dispatch_policy=n), (0, 2)),
+    ("splitk", lambda n: fused_moe(*EXPERTS, splitk=n), (0, 4)),
+    ("dispatch_policy", lambda n: moe_sorting(*SORTED, dispatch_policy=n)[0], (0, 1)),
     ("trans_lhs", lambda on: gen_gmm_tensors(8, 4, 6, 2, 1, device="cpu", trans_lhs=on)[0], (False, True)),
     ("trans_rhs", lambda on: gen_tgmm_tensors(8, 4, 6, 2, 1, device="cpu", trans_rhs=on)[1], (False, True)),
 ]

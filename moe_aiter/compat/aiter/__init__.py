@@ -35,17 +35,21 @@ from .gemm import (
 )
 from .modules import AITERAttention, AITERConv2d, AITERLinear, attention, conv2d, dynamic_conv2d, gelu
 from .ops.deepgemm import deepgemm
+from .ops.enum import ActivationType, QuantType
 from .ops.gemm_op_a8w8 import gemm_a8w8, int8_gemm
+from .ops.moe_op import topk_softmax
 from .ops.shuffle import ShuffledWeight, shuffle_weight, unshuffle_weight
+from .ops.topk import biased_grouped_topk, grouped_topk
 
 __all__ = [
-    "AITERAttention", "AITERConv2d", "AITERLinear", "ShuffledWeight", "__version__", "attention",
-    "batched_gemm", "conv2d", "cutlass_gemm", "deepgemm", "dynamic_conv2d", "dynamic_shapes_enabled",
-    "enable_dynamic_shapes", "enable_fusion", "enable_tensor_cores", "fusion_enabled", "gelu",
-    "gemm_a8w8", "gemm_bias", "gemm_gelu", "gemm_relu", "get_cache_size", "get_default_precision",
-    "get_kernel", "get_log_level", "grouped_gemm", "int8_gemm", "linear", "list_kernels", "matmul",
-    "quantize", "register_kernel", "set_cache_size", "set_default_precision", "set_log_level",
-    "shuffle_weight", "sparse_gemm", "tensor_cores_enabled", "unshuffle_weight",
+    "AITERAttention", "AITERConv2d", "AITERLinear", "ActivationType", "QuantType", "ShuffledWeight",
+    "__version__", "attention", "batched_gemm", "biased_grouped_topk", "conv2d", "cutlass_gemm",
+    "deepgemm", "dynamic_conv2d", "dynamic_shapes_enabled", "enable_dynamic_shapes", "enable_fusion",
+    "enable_tensor_cores", "fusion_enabled", "gelu", "gemm_a8w8", "gemm_bias", "gemm_gelu", "gemm_relu",
+    "get_cache_size", "get_default_precision", "get_kernel", "get_log_level", "grouped_gemm",
+    "grouped_topk", "int8_gemm", "linear", "list_kernels", "matmul", "quantize", "register_kernel",
+    "set_cache_size", "set_default_precision", "set_log_level", "shuffle_weight", "sparse_gemm",
+    "tensor_cores_enabled", "topk_softmax", "unshuffle_weight",
 ]  # fmt: skip
 
 # functions that a program has registered by name
