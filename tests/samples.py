@@ -113,6 +113,7 @@ def spread(draw: Draw) -> Tensor:
 # op: its inputs, drawn in a dtype
 SAMPLES = {
     "adapted_down": lambda d: (d(R, F), d(E, H, F), d(E, H), d(R, 2), d(E, H, 2), d.positive(T, K), *ROUTING),
+    "adapted_low": lambda d: (d(T, H), d(E, 2, H), *FULL, torch.arange(E) - 1),
     "adapted_up": lambda d: (d(T, H), d(E, N, H), d(E, N), d(R, 2), d(E, N, 2), *FULL),
     "add_low_rank": lambda d: (d(R, N), d(R, 2), d(E, 2, N), SIZES),
     "attach_loss": lambda d: (d(T, H), d(1)[0], None),

@@ -1,11 +1,17 @@
 """The two projections of experts that have low-rank adapters, without the product of an adapter's factors.
 
+    adapted_low    low[r] = a[p] @ x[order[r] // k]
     adapted_up     z[r]   = w[e] @ x[order[r] // k] + bias[e] + b[e] @ low[r]
     adapted_down   out[t] = sum over j of s[t, j] * (w[e] @ a[r] + bias[e] + b[e] @ low[r])
 
 (T, H) -> (R, N) and back, for the row r = rank[t, j] of each choice and its expert e.  low (R, r) is the
 adapter's first product, an `adapted_up` or a `segment_gmm` of its own, perhaps with a dropout before it.  The
 caller computes what stands between the two projections.
+
+If each expert has several adapters, its rows are sorted by adapter, and `lens` are the lengths of these
+segments of rows.  Then b[p] takes the place of b[e], with p = weight_indices[s] for the segment s of the row,
+or -1 for rows without an adapter.  `adapted_low` is the first product for such segments; like `adapted_up`
+it keeps x and not its rows.
 
 Without an adapter both are grouped products whose gradients keep no rows that were only moved: neither those
 of x nor those that are summed up.  The gradient of the routing weights is <u, a> + <g, low> + <dout, bias>,
@@ -41,8 +47,14 @@ from ..base.check import (
 from ..base.tile import TILE_DTYPES
 from ..grouped.four_bit import FourBitInputs, four_bit_gmm_op
 from ..grouped.gmm import GroupedInputs, gmm_op, gmm_reference
-from ..grouped.segment_gmm import SHORT_K, SegmentInputs, bind_segments, segment_gmm_op
-from ..grouped.segments import segment_weight_gradient
+from ..grouped.segment_gmm import (
+    SHORT_K,
+    SegmentInputs,
+    bind_segments,
+    segment_gmm_op,
+    segment_gmm_reference,
+)
+from ..grouped.segments import segment_weight_gradient, weight_numbers
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
 from ..quantize.four_bit import FP8, FourBit, check_four_bit, codes_in
 from ..quantize.layouts import transpose_rows8
@@ -61,16 +73,18 @@ class AddLowRankInputs(NamedTuple):
 
     out: Written  # (M, N)
     x: Annotated[Operand, "M, r"]
-    w: Annotated[Operand, "G, r, N"]
+    w: Operand  # (G, r, N), or with weight_indices (W, r, N)
     group_sizes: Annotated[Index, "G"]
+    weight_indices: Annotated[Index, "G"] | None = None
 
 
 def add_low_rank_reference(i: AddLowRankInputs) -> None:
     add = chosen(i.out, i.x, i.out)
     out, x = (split_groups(t, i.group_sizes) for t in (i.out, i.x))
-    for o, rows, weight in zip(out, x, i.w.unbind(), strict=False):
-        if len(rows):
-            add(o, rows, weight, o)
+    numbers = weight_numbers(i.weight_indices, len(i.group_sizes), len(i.w))
+    for o, rows, n in zip(out, x, numbers, strict=False):
+        if len(rows) and n is not None:
+            add(o, rows, i.w[n], o)
 
 
 # add_low_rank: launcher
@@ -78,7 +92,10 @@ def add_low_rank_reference(i: AddLowRankInputs) -> None:
 
 def check_add_low_rank(i: AddLowRankInputs) -> None:
     check_fields(i)
-    check_axes(x=(i.x, "M, r"), w=(i.w, "G, r, N"), out=(i.out, "M, N"))
+    count = "G" if i.weight_indices is None else "W"
+    check_axes(
+        x=(i.x, "M, r"), w=(i.w, f"{count}, r, N"), out=(i.out, "M, N"), group_sizes=(i.group_sizes, "G")
+    )
     check_float(x=i.x, out=i.out)
     check_own_memory("out", i.out)
 
@@ -87,9 +104,13 @@ def check_add_low_rank(i: AddLowRankInputs) -> None:
 @takes(*TILE_DTYPES)
 def bind_add_low_rank(i: AddLowRankInputs) -> Callable:
     if i.w.shape[1] > SHORT_K or not i.out.is_contiguous():
-        return lambda out, i: out.add_(segment_gmm_op(i.x, i.w, i.group_sizes, None, None))
-    add = bind_segments(SegmentInputs(*i[1:], None, None), i.out.dtype, zero_rest=False, add=True)
-    return lambda out, i: add(out, SegmentInputs(*i[1:], None, None))
+        return lambda out, i: out.add_(segment_gmm_op(*segments_of(i)))
+    add = bind_segments(segments_of(i), i.out.dtype, zero_rest=False, add=True)
+    return lambda out, i: add(out, segments_of(i))
+
+
+def segments_of(i: AddLowRankInputs) -> SegmentInputs:
+    return SegmentInputs(i.x, i.w, i.group_sizes, None, i.weight_indices)
 
 
 # add_low_rank: op
@@ -124,7 +145,7 @@ class AdaptedUpInputs(NamedTuple):
     w: Tensor  # (E, N, H)
     bias: Tensor | None  # (E, N)
     low: Annotated[Operand, "R, r"] | None
-    b: Annotated[Operand, "E, N, r"] | None
+    b: Operand | None  # (E, N, r), or with lens (W, N, r)
     order: Annotated[Index, "R"]
     rank: Annotated[Index, "T, k"]
     group_sizes: Annotated[Index, "E"]
@@ -133,6 +154,8 @@ class AdaptedUpInputs(NamedTuple):
     offset: Tensor | None = None
     table: Tensor | None = None
     format: str = ""
+    lens: Annotated[Index, "S"] | None = None  # rows of low by segments of several adapters an expert
+    weight_indices: Annotated[Index, "S"] | None = None
 
 
 class AdaptedDownInputs(NamedTuple):
@@ -142,7 +165,7 @@ class AdaptedDownInputs(NamedTuple):
     w: Tensor  # (E, H, N)
     bias: Tensor | None  # (E, H)
     low: Annotated[Operand, "R, r"] | None
-    b: Annotated[Operand, "E, H, r"] | None
+    b: Operand | None  # (E, H, r), or with lens (W, H, r)
     routing_weights: Annotated[Float, "T, k"]
     order: Annotated[Index, "R"]
     rank: Annotated[Index, "T, k"]
@@ -152,6 +175,19 @@ class AdaptedDownInputs(NamedTuple):
     offset: Tensor | None = None
     table: Tensor | None = None
     format: str = ""
+    lens: Annotated[Index, "S"] | None = None  # rows of low by segments of several adapters an expert
+    weight_indices: Annotated[Index, "S"] | None = None
+
+
+class AdaptedLowInputs(NamedTuple):
+    """The inputs of the op `adapted_low`: a[weight_indices[s]] @ x of each row, in segment s of rows."""
+
+    x: Annotated[Operand, "T, H"]
+    a: Annotated[Operand, "W, r, H"]
+    order: Annotated[Index, "R"]
+    rank: Annotated[Index, "T, k"]
+    lens: Annotated[Index, "S"]
+    weight_indices: Annotated[Index, "S"]
 
 
 # adapted: reference
@@ -172,7 +208,19 @@ def adapted_rows(i: AdaptedUpInputs | AdaptedDownInputs, rows: Tensor) -> Tensor
     if i.format == FP8:
         rows = dequantize(*quantize_blocks(rows, False), rows.dtype)
     out = gmm_reference(GroupedInputs(rows, whole(i).mT, i.group_sizes, i.bias))
-    return out if i.low is None else out + gmm_reference(GroupedInputs(i.low, i.b.mT, i.group_sizes, None))
+    if i.low is None:
+        return out
+    return out + segment_gmm_reference(SegmentInputs(i.low, i.b.mT, *segments_of_low(i)))
+
+
+def segments_of_low(i: AdaptedUpInputs | AdaptedDownInputs) -> tuple[Tensor, None, Tensor | None]:
+    """Return the segments of `low` as those of `SegmentInputs`."""
+    return i.group_sizes if i.lens is None else i.lens, None, i.weight_indices
+
+
+def adapted_low_reference(i: AdaptedLowInputs) -> Tensor:
+    rows = take_rows(i.x, i.order, i.rank.shape[1])
+    return segment_gmm_reference(SegmentInputs(rows, i.a.mT, i.lens, None, i.weight_indices))
 
 
 def adapted_up_reference(i: AdaptedUpInputs) -> Tensor:
@@ -204,8 +252,12 @@ def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_
     check_axes(w=(w, "E, N, K"), group_sizes=(i.group_sizes, "E"))
     if (i.low is None) != (i.b is None):
         raise ValueError("low and b go together: one of them is None")
+    if (i.lens is None) != (i.weight_indices is None) or (i.lens is not None and i.low is None):
+        raise ValueError("lens and weight_indices go together, with low and b")
     if i.b is not None:
-        check_axes(w=(w, "E, N, K"), b=(i.b, "E, N, r"))
+        b = i.b, "E, N, r" if i.lens is None else "W, N, r"
+        check_axes(low=(i.low, "R, r"), b=b)
+        check_axes(w=(w, "E, N, K"), b=b)
     return x.new_empty(size[rows], w.shape[1])
 
 
@@ -236,9 +288,14 @@ def bind_adapted_up(i: AdaptedUpInputs) -> Callable:
     def launch(z, i):
         multiply(z, as_product(i)[1])
         if i.low is not None:
-            add_low_rank_op(z, i.low, i.b.mT, i.group_sizes)
+            add_adapter(z, i)
 
     return launch
+
+
+def add_adapter(out: Tensor, i: AdaptedUpInputs | AdaptedDownInputs) -> None:
+    lens, _, weight_indices = segments_of_low(i)
+    add_low_rank_op(out, i.low, i.b.mT, lens, weight_indices)
 
 
 def fill_adapted_up(z: Tensor, i: AdaptedUpInputs) -> None:
@@ -250,7 +307,7 @@ def fill_adapted_up(z: Tensor, i: AdaptedUpInputs) -> None:
         rows = permute_op(i.x, i.order, i.rank, None)
         fill_gmm(z, GroupedInputs(rows, i.w.mT, i.group_sizes, i.bias))
     if i.low is not None:
-        add_low_rank_op(z, i.low, i.b.mT, i.group_sizes)
+        add_adapter(z, i)
 
 
 def multiplied(x: Tensor, w: Tensor, parts: tuple, transpose: bool, group_sizes, bias=None) -> Tensor:
@@ -267,7 +324,7 @@ def multiplied(x: Tensor, w: Tensor, parts: tuple, transpose: bool, group_sizes,
 def fill_adapted_down(out: Tensor, i: AdaptedDownInputs) -> None:
     y = multiplied(i.a, i.w, parts_of(i), True, i.group_sizes, i.bias)  # (R, H)
     if i.low is not None:
-        add_low_rank_op(y, i.low, i.b.mT, i.group_sizes)
+        add_adapter(y, i)
     fill("unpermute", out, UnpermuteInputs(y, i.order, i.rank, i.routing_weights))
 
 
@@ -276,20 +333,48 @@ def launch_adapted_down(out: Tensor, i: AdaptedDownInputs) -> None:
     fill_adapted_down(out, i)
 
 
+def new_adapted_low(i: AdaptedLowInputs) -> Tensor:
+    size = check_fields(i)
+    return i.x.new_empty(size["R"], size["r"])
+
+
+def fill_adapted_low(low: Tensor, i: AdaptedLowInputs) -> None:
+    rows = permute_op(i.x, i.order, i.rank, None)  # (R, H)
+    fill("segment_gmm", low, SegmentInputs(rows, i.a.mT, i.lens, None, i.weight_indices))
+
+
+@takes(*TILE_DTYPES)
+def launch_adapted_low(low: Tensor, i: AdaptedLowInputs) -> None:
+    fill_adapted_low(low, i)
+
+
 # adapted: op
+
+
+def backward_adapted_low(ctx, dlow):
+    x, a, order, rank, lens, weight_indices = ctx.saved_tensors
+    needs, segments = AdaptedLowInputs(*ctx.needs_input_grad), (lens, None, weight_indices)
+    dx = da = None
+    if needs.x:
+        dx = unpermute_op(segment_gmm_op(dlow, a, *segments), order, rank, None)
+    if needs.a:
+        da = segment_weight_gradient(a.mT, permute_op(x, order, rank, None), dlow, *segments).mT
+    return gradients(AdaptedLowInputs, x=dx, a=da)
 
 
 def save_adapted_up(ctx, i: AdaptedUpInputs, output):
     *parts, ctx.format = parts_of(i)
-    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes, *parts)
+    segments = i.lens, i.weight_indices
+    ctx.save_for_backward(i.x, i.w, i.low, i.b, i.order, i.rank, i.group_sizes, *segments, *parts)
     ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_adapted_up(ctx, dz):
-    x, w, low, b, order, rank, group_sizes, *parts = ctx.saved_tensors
+    x, w, low, b, order, rank, group_sizes, lens, weight_indices, *parts = ctx.saved_tensors
     needs = AdaptedUpInputs(*ctx.needs_input_grad)
-    dlow = segment_gmm_op(dz, b, group_sizes, None, None) if needs.low else None
-    db = segment_weight_gradient(b.mT, low, dz, group_sizes, None, None).mT if needs.b else None
+    segments = group_sizes if lens is None else lens, None, weight_indices
+    dlow = segment_gmm_op(dz, b, *segments) if needs.low else None
+    db = segment_weight_gradient(b.mT, low, dz, *segments).mT if needs.b else None
     if ctx.format:
         dx = dw = dbias = None
         if needs.x:
@@ -305,12 +390,14 @@ def backward_adapted_up(ctx, dz):
 
 
 def save_adapted_down(ctx, i: AdaptedDownInputs, output):
-    ctx.save_for_backward(*i[:-1])
-    ctx.format = i.format
+    *parts, ctx.format = parts_of(i)
+    ctx.save_for_backward(*i[:9], i.lens, i.weight_indices, *parts)
 
 
 def backward_adapted_down(ctx, dout):
-    a, w, bias, low, b, routing_weights, order, rank, group_sizes, *parts = ctx.saved_tensors
+    a, w, bias, low, b, routing_weights, order, rank, group_sizes, *rest = ctx.saved_tensors
+    lens, weight_indices, *parts = rest
+    segments = group_sizes if lens is None else lens, None, weight_indices
     needs = AdaptedDownInputs(*ctx.needs_input_grad)
     weighed = routing_weights, order, rank
     dw = dbias = dlow = db = None
@@ -318,10 +405,10 @@ def backward_adapted_down(ctx, dout):
     u = multiplied(rows, w, (*parts, ctx.format), False, group_sizes)
     da, ds = weigh_rows_op(u, a, *weighed)
     if low is not None:
-        dlow, more = weigh_rows_op(segment_gmm_op(rows, b, group_sizes, None, None), low, *weighed)
+        dlow, more = weigh_rows_op(segment_gmm_op(rows, b, *segments), low, *weighed)
         ds = ds + more
     if needs.b:
-        db = segment_weight_gradient(b.mT, scaled_rows(low, *weighed), rows, group_sizes, None, None).mT
+        db = segment_weight_gradient(b.mT, scaled_rows(low, *weighed), rows, *segments).mT
     del rows
     if needs.w:
         dw = weight_gradient(w, None, dout, scaled_rows(a, *weighed), group_sizes, order, rank.shape[1])
@@ -334,6 +421,12 @@ def backward_adapted_down(ctx, dout):
     return gradients(AdaptedDownInputs, a=da, w=dw, bias=dbias, low=dlow, b=db, routing_weights=ds)
 
 
+adapted_low = define_op(
+    "adapted_low", AdaptedLowInputs, new=new_adapted_low,
+    check_values=lambda i: check_plan_values(len(i.order), i.lens, i.order, i.rank),
+    reference=adapted_low_reference, torch=fill_adapted_low, triton=launch_adapted_low,
+    save=lambda ctx, i, output: ctx.save_for_backward(*i), backward=backward_adapted_low,
+)  # fmt: skip
 adapted_up = define_op(
     "adapted_up", AdaptedUpInputs, new=lambda i: new_adapted(i, "R", "T, H", "E, N, H"),
     check_values=check_expert_values,

@@ -5,13 +5,20 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.experts.adapted import adapted_down, adapted_up, add_low_rank, add_low_rank_op
+from moe_aiter.kernels.experts.adapted import (
+    adapted_down,
+    adapted_low,
+    adapted_up,
+    add_low_rank,
+    add_low_rank_op,
+)
 from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.rows.sums import weigh_rows_op
 
 from ...references import (
     adapted_down_reference,
+    adapted_low_reference,
     adapted_up_reference,
     add_low_rank_reference,
     weigh_rows_reference,
@@ -69,6 +76,37 @@ def test_down(backend, device, dtype, rank, bias, transposed):
     s = torch.rand(T, CHOICES).to(device)
     ops = with_gradients(adapted_down), with_gradients(adapted_down_reference)
     assert_as_good_as_torch(*ops, *inputs, s, order, rank, sizes)
+
+
+def by_adapter(device, adapters=3):
+    """A plan with the rows of each expert by adapter, the lengths of these segments, and their pairs."""
+    ids = torch.randint(-1, E * (adapters + 1), (T, CHOICES), generator=torch.Generator().manual_seed(5))
+    order, rank, lens = sort_by_expert(ids.masked_fill(ids == 2, 1).to(device), E * (adapters + 1))
+    numbers = torch.arange(E * adapters).view(E, adapters)
+    numbers = torch.cat([numbers, torch.full((E, 1), -1)], 1).flatten().int().to(device)
+    return (order, rank, lens.view(E, -1).sum(1, dtype=torch.int32)), lens, numbers
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [3, 16, 70])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.pairwise
+def test_several_adapters(backend, device, dtype, rank, transposed):
+    """The products of each of three adapters an expert, and of rows without one."""
+    (order, ranks, sizes), lens, numbers = by_adapter(device)
+    where = {"device": device, "dtype": dtype}
+    x, w, _, low, _ = problem(device, dtype, T, H, N, rank, False, transposed)
+    a, b = new(3 * E, rank, H, **where, scale=H**-0.5), new(3 * E, N, rank, **where, scale=rank**-0.5)
+    n = int(sizes.sum())
+    ops = (with_gradients(lambda *i, fn=fn: fn(*i)[:n]) for fn in (adapted_low, adapted_low_reference))
+    assert_as_good_as_torch(*ops, x, a, order, ranks, lens, numbers)
+    rest = None, None, None, None, "", lens, numbers
+    ops = (with_gradients(lambda *i, fn=fn: fn(*i)[:n]) for fn in (adapted_up, adapted_up_reference))
+    assert_as_good_as_torch(*ops, x, w, None, low, b, order, ranks, sizes, *rest)
+    inputs = new(T * CHOICES, N, **where), new(E, H, N, **where, scale=N**-0.5), new(E, H, **where), low
+    b, s = new(3 * E, H, rank, **where, scale=rank**-0.5), torch.rand(T, CHOICES).to(device)
+    ops = with_gradients(adapted_down), with_gradients(adapted_down_reference)
+    assert_as_good_as_torch(*ops, *inputs, b, s, order, ranks, sizes, *rest)
 
 
 FOUR_BITS = pytest.mark.parametrize("format, width", [("nf4", 64), ("mxfp4", 96), ("int4", 128)])
@@ -185,6 +223,8 @@ def test_mistakes(device):
             adapted_up(*inputs, *routing)
     with pytest.raises(TypeError, match=r"x is torch.float32 but low is torch.float64"):
         adapted_up(x, w, None, low.double(), b, *routing)
+    with pytest.raises(ValueError, match="lens and weight_indices go together, with low and b"):
+        adapted_up(x, w, None, low, b, *routing, None, None, None, None, "", routing[2], None)
     out = new(len(low), N, device=device, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"w is .G, r, N=40. but out is .M, N=39."):
         add_low_rank(out[:, 1:], low, b.mT, routing[2])
