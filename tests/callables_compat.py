@@ -46,7 +46,7 @@ def adapted_linear() -> ours.LoRALinear:
 
 
 def adapted_experts() -> ours.LoRAExperts:
-    return ours.LoRAExperts(ours.Experts(E, H, 4), rank=2)
+    return ours.LoRAExperts(ours.Experts(E, H, 4), 3, rank=2)
 
 
 def routed(shared: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +59,7 @@ def grouped_routing() -> dict:
     return {"gating_output": rand(T, E), **outputs, **numbers}
 
 
+SCALING = {"alpha": 3.0, "rslora": True}
 FOUR = {"M": 7, "K": H, "N": N, "G": 3}
 DRAWN = {"group_sizes_dtype": torch.int64, "device": "cpu", "rng_seed": 3}
 LAYOUT = {"alt_trans": True, "unif_group_sizes": True}
@@ -83,7 +84,7 @@ MORE = {
     ),
     "Experts.forward": (ours.Experts(E, H, 4), experts_of),
     "Router.forward": (ours.Router(H, E, K), lambda: {"x": rand(T, H), "need_scores": True, "mask": mask()}),
-    "LoRAExperts.forward": (adapted_experts(), experts_of),
+    "LoRAExperts.forward": (adapted_experts(), lambda: experts_of(adapter_ids=torch.arange(T) % 4 - 1)),
     "LoRALinear.forward": (
         adapted_linear(),
         lambda: {"x": rand(6, H), "adapter_ids": torch.arange(4), "seg_lens": sizes()},
@@ -92,12 +93,16 @@ MORE = {
     "LoRALinear.peft_state_dict": (adapted_linear().peft_state_dict, lambda: {"adapter": 1, "prefix": "a."}),
     "LoRALinear.load_peft_state_dict": (
         adapted_linear().load_peft_state_dict,
-        lambda: {"state": adapted_linear().peft_state_dict(), "adapter": 1},
+        lambda: {"state": adapted_linear().peft_state_dict(), "adapter": 1, **SCALING},
     ),
-    "LoRAExperts.peft_state_dict": (adapted_experts().peft_state_dict, lambda: {"prefix": "a."}),
+    "LoRAExperts.merge": (lambda adapter: adapted_experts().merge(adapter), lambda: {"adapter": 1}),
+    "LoRAExperts.peft_state_dict": (
+        adapted_experts().peft_state_dict,
+        lambda: {"prefix": "a.", "adapter": 1},
+    ),
     "LoRAExperts.load_peft_state_dict": (
         adapted_experts().load_peft_state_dict,
-        lambda: {"state": adapted_experts().peft_state_dict()},
+        lambda: {"state": adapted_experts().peft_state_dict(), "adapter": 1, **SCALING},
     ),
     "LiveTable.show": (
         ours.LiveTable(io.StringIO()).show,

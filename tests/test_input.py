@@ -188,18 +188,23 @@ COMPUTES = {
         "aiter.sparse_gemm.blocksize": "number",
     },
     "None, documented, is without a bias or a group, or alpha=rank": {
-        "lora.add_lora.alpha": "None",
+        "lora.add_lora.alpha": "None list",
         "monitor.watch.group": "None",
         "aiter.gemm_bias.bias": "None",
         "LoRALinear.alpha": "None",
-        "LoRAExperts.alpha": "None",
+        "LoRAExperts.alpha": "None list",
     },
     "parameters of any dtype that torch initialises": {"aiter.AITERAttention.dtype": "complex"},
     "1 is True, as in AITER's files": {
         f"tuned_gemm.get_GEMM_A16W16_config.{flag}": "number" for flag in ("bias", "scaleAB", "bpreshuffle")
     },
+    "a number for each adapter, of which there is one": {
+        "LoRAExperts.rank": "list",
+        "lora.add_lora.rank": "list",
+    },
     "counted from the last, as in Python": {
-        f"LoRALinear.{name}.adapter": "negative"
+        f"{layer}.{name}.adapter": "negative"
+        for layer in ("LoRALinear", "LoRAExperts")
         for name in ("merge", "peft_state_dict", "load_peft_state_dict")
     },
     "infinity clips nothing; the norm of order infinity is the largest magnitude": {

@@ -24,8 +24,8 @@ class ExpertParallel(ParallelStyle):
     gradient is that of the sum of all ranks' losses: divide by their number if each loss is a mean of its
     own, as `parallelize` does.  Codes and scales of weights of 4 bits become DTensors too; NF4's scales are
     float32 then, 4.5 bits a weight.  The keyword arguments are those of `ExpertDispatcher`.
-    Raises TypeError for another module, ValueError for a mesh of several axes and if a rank would have no
-    expert.
+    Raises TypeError for another module, ValueError for a mesh of several axes, if a rank would have no
+    expert, and for several adapters of experts that the ranks do not divide.
     """
 
     @checked
@@ -46,7 +46,7 @@ class ExpertParallel(ParallelStyle):
         if module.dispatcher is not None:
             raise ValueError("these experts are shared among ranks already")
         group = device_mesh.get_group()
-        module.dispatcher = ExpertDispatcher(group, num_experts_of(module), **self.options)
+        module.dispatcher = ExpertDispatcher(group, groups_of(module, group.size()), **self.options)
 
         def shard(t: Tensor) -> Tensor:
             return distribute_tensor(t.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
@@ -57,6 +57,18 @@ class ExpertParallel(ParallelStyle):
             if isinstance(part, FourBitWeight):
                 part.shard(shard)
         return module
+
+
+def groups_of(experts: AnyExperts, ranks: int) -> int:
+    """Return the groups of rows of a plan: one for each expert, or for each adapter and for none of them."""
+    num_experts = num_experts_of(experts)
+    adapters = experts.num_adapters if isinstance(experts, LoRAExperts) else 1
+    if adapters == 1:
+        return num_experts
+    if num_experts % ranks:
+        given = f"{num_experts} experts with {adapters} adapters each"
+        raise ValueError(f"{given} cannot be divided among {ranks} ranks: use ranks that divide the experts")
+    return num_experts * (adapters + 1)
 
 
 def num_experts_of(experts: AnyExperts) -> int:

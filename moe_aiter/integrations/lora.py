@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
-from ..layers.lora import LoRAFactors, factors_of_all_experts, factors_per_expert, load_stacked
+from ..layers.lora import LoRAFactors
+from ..layers.lora_peft import factors_of_all_experts, factors_per_expert, load_stacked, rank_in
 from ..private_api import hooks_before
 from .transformers import ADAPTERS, NAME, experts_in, four_bits_of, known_gate, names_of, register, weights_of
 
@@ -169,6 +170,9 @@ def load_lora(
     loras = by_prefix(adapters)
     if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in loras for m in "AB"}):
         raise ValueError(f"{directory / TENSORS} has {extra[0]}, which no experts of this model have")
+    for prefix, factors in loras.items():
+        if (rank := rank_in(state, prefix, factors)) != factors.rank:
+            raise ValueError(f"{directory / TENSORS} has rank {rank}, but the adapter needs {factors.rank}")
     load_stacked(loras, state)
     return attach(model, adapters)
 

@@ -211,12 +211,20 @@ def is_hooked(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in vars(module)
 
 
-def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """Return `module(x)`; by nn.Linear, a NaN or infinity of one token stays in its row on every CPU."""
+def apply_linear(module: nn.Module, x: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+    """Return `module(x)`; by nn.Linear, a NaN or infinity of one token stays in its row on every CPU.
+
+    A `LoRALinear` gets `adapter_ids` too, if there are any.
+    """
     if private_api.AMX and x.is_cpu and type(module) is nn.Linear and not is_hooked(module):
         return linear(x, module.weight, module.bias)
-    out: Tensor = module(x)
+    out: Tensor = module(x, *ids_for(module, adapter_ids))
     return out
+
+
+def ids_for(module: nn.Module, adapter_ids: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the adapter ids as arguments for a `LoRALinear` or `LoRAExperts`, none for another module."""
+    return () if adapter_ids is None or not hasattr(module, "num_adapters") else (adapter_ids,)
 
 
 class SharedExpert(nn.Module):
@@ -241,11 +249,11 @@ class SharedExpert(nn.Module):
             if part is not None:
                 part.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T, H)."""
-        inner = glu(apply_linear(self.gate_up, x), self.activation, self.interleaved)
-        out = apply_linear(self.down, inner)
-        return out if self.gate is None else out * apply_linear(self.gate, x).sigmoid()
+    def forward(self, x: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
+        """(T, H) -> (T, H); layers with adapters get `adapter_ids` (T,)."""
+        inner = glu(apply_linear(self.gate_up, x, adapter_ids), self.activation, self.interleaved)
+        out = apply_linear(self.down, inner, adapter_ids)
+        return out if self.gate is None else out * apply_linear(self.gate, x, adapter_ids).sigmoid()
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, interleaved={self.interleaved}"

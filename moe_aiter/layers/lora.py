@@ -7,20 +7,23 @@ r is the rank; alpha / sqrt(r) is rsLoRA's, Kalajdzievski 2023, arXiv 2312.03732
 of the matrix, which DoRA takes as a constant in the backward pass (its section 4.3).  A bias is added last.
 
 LoRA never makes the product B A.  DoRA makes W + c B A for its norm, one block at a time.
+
+Adapters of several ranks are padded to the largest one: products have tiles of at least 16 ranks, and one
+tensor for all adapters needs no copy.  The padding's c is 0, so its gradient is exactly 0.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.base.check import (
     cast_as_linear,
+    check_axes,
     check_device,
     check_float,
     check_index,
@@ -36,9 +39,10 @@ from ..kernels.grouped.segment_gmm import segment_gmm
 from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
-from .by_step import LowRank, Projection, experts_by_step, spread
+from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
 from .four_bit import FourBitExperts
+from .lora_peft import check_alpha, copy_in, factors_of_all_experts, load_stacked, rank_in
 
 T = TypeVar("T")
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
@@ -54,35 +58,69 @@ class LoRAFactors(nn.Module):
     A begins as nn.Linear's weights do, B with zeros.  In training, each number of A's input is dropped
     with probability `dropout`, as by F.dropout, and each rank of each pair with probability `rank_dropout`
     in a step, for all rows; the others are divided by the rest of it.
+
+    The pairs belong to `adapters` adapters; those of an expert are neighbours.  `rank` and `alpha` are
+    numbers, or sequences of one number for each adapter.  r is the largest rank; of a smaller one, the rest
+    of A and B stays 0.  If adapters differ in rank or scaling, the buffer `scales` (adapters, r), float64,
+    holds c for each rank and 0 for the rest.
     """
+
+    scales: Tensor | None
 
     @checked
     def __init__(
-        self, weight: Tensor | FourBit, count: int, *, rank: int, alpha: float | None = None,
-        rslora: bool = False, dora: bool = False, dropout: float = 0.0, rank_dropout: float = 0.0,
+        self, weight: Tensor | FourBit, count: int, *, rank: int | Sequence[int],
+        alpha: float | Sequence[float] | None = None, rslora: bool = False, dora: bool = False,
+        dropout: float = 0.0, rank_dropout: float = 0.0, adapters: int = 1,
     ):  # fmt: skip
         super().__init__()
-        check_sizes(num_adapters=count, rank=rank)
+        check_sizes(num_adapters=count)
         for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):
             if not 0 <= chance < 1:
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
-        if alpha is not None and not math.isfinite(alpha):
-            raise ValueError(f"alpha must be finite, not {alpha}")
-        self.count, self.rank, self.dropout, self.rank_dropout = count, rank, dropout, rank_dropout
-        self.alpha, self.rslora = rank if alpha is None else alpha, rslora
-        self.scaling = self.alpha / (math.sqrt(rank) if rslora else rank)
+        self.count, self.adapters = count, adapters
+        self.dropout, self.rank_dropout, self.rslora = dropout, rank_dropout, rslora
+        self.ranks, self.alphas = one_each("rank", rank, adapters), one_each("alpha", alpha, adapters)
+        for r in self.ranks:
+            check_sizes(rank=r)
+        for number in self.alphas:
+            check_alpha(number)
+        self.rank = max(self.ranks)
+        self.alpha = self.ranks[0] if self.alphas[0] is None else self.alphas[0]
+        self.scaling = self.scaling_of(0, self.ranks[0])
         self.out_features, self.in_features = out_features, in_features = weight.shape[-2:]
         where: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        self.A = nn.Parameter(torch.empty(count, rank, in_features, **where))
-        self.B = nn.Parameter(torch.empty(count, out_features, rank, **where))
+        self.A = nn.Parameter(torch.empty(count, self.rank, in_features, **where))
+        self.B = nn.Parameter(torch.empty(count, out_features, self.rank, **where))
         self.magnitude = nn.Parameter(torch.empty(count, out_features, **where)) if dora else None
+        self.register_buffer("scales", self.first_scales() if self.differ() else None)
         self.reset_parameters(weight)
+
+    def scaling_of(
+        self, adapter: int, rank: int, alpha: float | None = None, rslora: bool | None = None
+    ) -> float:
+        """Return c of an adapter of this rank; `alpha` and `rslora` are by default those of the layer."""
+        alpha = self.alphas[adapter] if alpha is None else alpha
+        root = self.rslora if rslora is None else rslora
+        return (rank if alpha is None else alpha) / (math.sqrt(rank) if root else rank)
+
+    def first_scales(self) -> Tensor:
+        rows = [
+            [self.scaling_of(n, rank)] * rank + [0.0] * (self.rank - rank)
+            for n, rank in enumerate(self.ranks)
+        ]
+        return torch.tensor(rows, dtype=torch.float64, device=self.A.device)
 
     def reset_parameters(self, weight: Tensor | FourBit) -> None:
         """Begin anew, with no effect on a layer of this weight, (out, in) or (count, out, in)."""
         bound = self.A.shape[-1] ** -0.5
         nn.init.uniform_(self.A, -bound, bound)
         nn.init.zeros_(self.B)
+        if self.scales is not None:
+            self.scales = self.first_scales()
+            a = local_part(self.A).detach()
+            if len(a) % self.adapters == 0:  # a rank has whole experts; padding in others never has an effect
+                a *= (self.scales != 0).repeat(len(a) // self.adapters, 1)[..., None]
         if self.magnitude is not None:
             with torch.no_grad():
                 self.magnitude.copy_(row_norms(weight))
@@ -105,17 +143,34 @@ class LoRAFactors(nn.Module):
         low = segment_gmm(rows, a.mT, lens, weight_indices=numbers)  # (R, r)
         return segment_gmm(low, b.mT, lens, weight_indices=numbers).to(x.dtype)
 
+    def scale_of(self, count: int, dtype: torch.dtype) -> float | Tensor:
+        """Return c of so many pairs: one number, or (count, r, 1) where adapters differ."""
+        if self.scales is None:
+            return self.scaling
+        return self.scales.repeat(count // self.adapters, 1)[..., None].to(dtype)
+
+    def scale(self, a: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return c of each rank of `a`, in training 0 for the ranks that are dropped: (count, r, 1)."""
+        kept = F.dropout(a.new_ones(*a.shape[:2], 1, dtype=dtype), self.rank_dropout, self.training)
+        return self.scale_of(len(a), dtype) * kept
+
     def scaled_a(self) -> Tensor:
         """c * A, in training without the ranks that are dropped: (count, r, in)."""
         a = local_part(self.A)
-        kept = F.dropout(a.new_ones(*a.shape[:2], 1), self.rank_dropout, self.training)
-        return a * (self.scaling * kept)
+        return a * self.scale(a, a.dtype)
 
     def low_rank(self, weight: Tensor | FourBit) -> LowRank:
         """The adapters of the weight (count, out, in) as `experts_by_step` takes them, in its dtype."""
         a, b = (t.to(weight.dtype) for t in (self.scaled_a(), local_part(self.B)))
         growth = None if self.magnitude is None else self.growth(weight)
         return LowRank(a, b, growth, self.input_dropout)
+
+    def local_factors(self, weight: Tensor | FourBit) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a, b and growth of `low_rank`; for several adapters A, B and their scale (count, r)."""
+        if self.adapters == 1:
+            return self.low_rank(weight)[:3]
+        a, b = local_part(self.A), local_part(self.B)
+        return a.to(weight.dtype), b.to(weight.dtype), self.scale(a, sum_dtype(a))[..., 0]
 
     @property
     def input_dropout(self) -> float:
@@ -128,7 +183,7 @@ class LoRAFactors(nn.Module):
 
         |W|^2 + 2 c W (B A) + |c B A|^2 would do without the sum, but cancels where B A is close to -W / c.
         """
-        all_a, all_b = local_part(self.A), local_part(self.B)
+        all_b = local_part(self.B)
         count, out_features = all_b.shape[:2]
         in_features = weight.shape[-1]
         rows = max(1, min(out_features, NORM_BLOCK // max(in_features, 1)))
@@ -139,14 +194,19 @@ class LoRAFactors(nn.Module):
         for i in range(0, count, pairs):
             for j in range(0, out_features, rows):
                 block = slice(i, i + pairs), slice(j, j + rows)
-                norms[block] = row_norms(self.adapted(plain[block], all_a[block[0]], all_b[block]))
+                norms[block] = row_norms(self.adapted(plain[block], block[0], all_b[block]))
         return norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
-    def adapted(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """W + c B A in float32, also under autocast; without a float32 copy of W.  Not for autograd."""
-        wide = sum_dtype(weight)
+    def adapted(self, weight: Tensor, pairs: int | slice, b: Tensor) -> Tensor:
+        """W + c B A of some pairs in float32, also under autocast; without a float32 copy of W.
+
+        `b` are some rows of their B.  Not for autograd.
+        """
+        all_a, wide = local_part(self.A), sum_dtype(weight)
+        scale = self.scale_of(len(all_a), wide)
+        a = (scale if isinstance(scale, float) else scale[pairs]) * all_a[pairs].to(wide)
         with no_autocast(weight):
-            return (b.to(wide) @ (self.scaling * a.to(wide))).add_(weight)
+            return (b.to(wide) @ a).add_(weight)
 
     def growth(self, weight: Tensor | FourBit) -> Tensor:
         """m / |W + c B A| - 1, (count, out) in float32: what DoRA multiplies by, less the one of LoRA."""
@@ -162,8 +222,8 @@ class LoRAFactors(nn.Module):
     def merged(self, weight: Tensor, number: int | slice) -> Tensor:
         """The one weight that does the same as `weight` with these factors: here the product is made."""
         wide = sum_dtype(weight)
-        a, b, magnitude = local_part(self.A), local_part(self.B), local_part(self.magnitude)
-        full = self.adapted(weight, a[number], b[number])
+        b, magnitude = local_part(self.B), local_part(self.magnitude)
+        full = self.adapted(weight, number, b[number])
         if magnitude is not None:
             full *= (magnitude[number].to(wide) / row_norms(full))[..., None]
         return full.to(weight.dtype)
@@ -176,10 +236,64 @@ class LoRAFactors(nn.Module):
                 "forward passes; merge, load and save adapters before you shard or offload, or after its end"
             )
 
+    def of_adapter(self, adapter: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return views of A (E, rank, in) and B (E, out, rank) of an adapter, by default all of its rank."""
+        rank = self.rank_of(adapter) if rank is None else rank
+        pairs = slice(range(self.adapters)[adapter], None, self.adapters)
+        return self.A.detach()[pairs, :rank], self.B.detach()[pairs, :, :rank]
+
+    def rank_of(self, adapter: int) -> int:
+        """Return the rank of an adapter; of one with an alpha of 0 the rank that it has a place for."""
+        return self.rank if self.scales is None else int(self.scales[adapter].count_nonzero()) or self.rank
+
+    def take_rank(self, adapter: int, rank: int, alpha: float | None, rslora: bool | None) -> None:
+        """Let an adapter, whose first ranks were loaded, have this rank, and c by these options."""
+        scaling = self.scaling_of(adapter, rank, alpha, rslora)
+        if self.scales is None:
+            if (rank, scaling) == (self.rank, self.scaling):
+                return
+            self.scales = self.first_scales()
+        a, b = self.of_adapter(adapter, self.rank)
+        a[:, rank:], b[..., rank:] = 0, 0
+        self.scales[adapter, :rank], self.scales[adapter, rank:] = scaling, 0
+
+    def differ(self) -> bool:
+        """Whether adapters differ in rank or scaling as they were made."""
+        return len({*zip(self.ranks, self.alphas, strict=True)}) > 1
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}scales" in state_dict:
+            self.scales = self.first_scales() if self.scales is None else self.scales
+        elif f"{prefix}A" in state_dict and not self.differ():
+            self.scales = None  # an adapter of a smaller rank was loaded, and the state is of before
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "ranks" not in state:  # pickled before adapters had ranks of their own
+            state = state | {"adapters": 1, "ranks": (state["rank"],), "alphas": (state["alpha"],)}
+            state["_buffers"]["scales"] = None
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRAFactors":
+        before = self.scales
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        if before is not None and self.scales is not None and self.scales.dtype != before.dtype:
+            self.scales = before.to(self.scales.device)
+        return self
+
     def extra_repr(self) -> str:
         sizes = f"{self.count} x {self.in_features} -> {self.rank} -> {self.out_features}"
+        scaling = f"{self.scaling:g}" if self.scales is None else "of each adapter"
         dropout = f"dropout={self.dropout}, rank_dropout={self.rank_dropout}"
-        return f"{sizes}, scaling={self.scaling:g}, {dropout}"
+        return f"{sizes}, scaling={scaling}, {dropout}"
+
+
+def one_each(name: str, value: Any, adapters: int) -> tuple[Any, ...]:
+    """Return a number for each adapter, of a sequence or of one number for all."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * adapters
+    if len(values) != adapters:
+        raise ValueError(f"{name} has {len(values)} numbers for {adapters} adapters: {value}")
+    return values
 
 
 def row_norms(weight: Tensor | FourBit) -> Tensor:
@@ -213,16 +327,29 @@ class LoRALinear(nn.Module):
     """A frozen nn.Linear with `num_adapters` low-rank adapters; each row of a batch can use another adapter.
 
     The keyword arguments `rank`, `alpha` (default: the rank), `rslora`, `dora`, `dropout` and `rank_dropout`
-    are those of `LoRAFactors`.  state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B
-    (num_adapters, out, r) and with `dora` lora.magnitude (num_adapters, out).  `base` is frozen.
+    are those of `LoRAFactors`: `rank` and `alpha` may be sequences, of one number for each adapter.
+    state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B (num_adapters, out, r), with
+    `dora` lora.magnitude (num_adapters, out), and if adapters differ lora.scales (num_adapters, r).  `base`
+    is frozen.
     """
 
     @checked
     def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora: Any):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.lora = LoRAFactors(base.weight, num_adapters, **lora)
+        self.lora = LoRAFactors(base.weight, num_adapters, **lora, adapters=num_adapters)
         self.original: Tensor | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        lora, count = self.lora, self.lora.count
+        if lora.adapters != count:  # as LoRAFactors.__setstate__ has left it
+            lora.adapters, lora.ranks, lora.alphas = count, lora.ranks * count, lora.alphas * count
+
+    @property
+    def num_adapters(self) -> int:
+        """Return the number of adapters."""
+        return self.lora.adapters
 
     @renamed(lens="seg_lens", weight_indices="adapter_ids")
     def forward(self, x: Tensor, adapter_ids: Tensor | None = None, seg_lens: Tensor | None = None) -> Tensor:
@@ -347,51 +474,113 @@ class LoRALinear(nn.Module):
 
     @checked
     def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
-        """Return one adapter in PEFT's format: lora_A.weight (r, in) and lora_B.weight (out, r).
+        """Return one adapter in PEFT's format: lora_A.weight (r, in) and lora_B.weight (out, r), r its rank.
 
         With DoRA also lora_magnitude_vector (out,).
         """
         return {name: t.detach().clone() for name, t in self.by_peft_name(adapter, prefix).items()}
 
     @checked
-    def load_peft_state_dict(self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "") -> None:
-        """Load one adapter in the format of `peft_state_dict`.
+    def load_peft_state_dict(
+        self, state: Mapping[str, Tensor], adapter: int = 0, prefix: str = "", *, alpha: float | None = None,
+        rslora: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Load one adapter in the format of `peft_state_dict`, of the layer's rank or a smaller one.
 
-        Raises KeyError for missing keys, ValueError for another shape; then nothing is copied.
+        alpha, rslora: lora_alpha and use_rslora of adapter_config.json [those of the layer].
+        Raises KeyError for missing keys, ValueError for another shape, for a larger rank, and for an adapter
+        with DoRA in a layer without; then nothing is copied.
         """
-        copy_in(self.by_peft_name(adapter, prefix), state)
+        rank = rank_in(state, prefix, self.lora, alpha)
+        copy_in(self.by_peft_name(adapter, prefix, rank), state)
+        self.lora.take_rank(adapter, rank, alpha, rslora)
 
-    def by_peft_name(self, adapter: int, prefix: str) -> dict[str, Tensor]:
+    def by_peft_name(self, adapter: int, prefix: str, rank: int | None = None) -> dict[str, Tensor]:
         lora = self.lora
         lora.check_present()
-        found = {"lora_A.weight": lora.A, "lora_B.weight": lora.B, "lora_magnitude_vector": lora.magnitude}
-        return {f"{prefix}{name}": t[adapter] for name, t in found.items() if t is not None}
+        (a,), (b,) = lora.of_adapter(adapter, rank)
+        found = {"lora_A.weight": a, "lora_B.weight": b}
+        if lora.magnitude is not None:
+            found["lora_magnitude_vector"] = lora.magnitude[adapter]
+        return {f"{prefix}{name}": t for name, t in found.items()}
 
 
 class LoRAExperts(SteppedExperts):
-    """Frozen `Experts` with a low-rank adapter for each expert; they replace the experts of an `MoE`.
+    """Frozen `Experts` with `num_adapters` low-rank adapters for each expert, one of which each token uses.
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
+        moe.experts = LoRAExperts(moe.experts, 3, rank=[16, 16, 4])
+        y = moe(x, adapter_ids=ids)
 
-    `base` may have 4 bits, from `quantize(model, "nf4")`: then without `merge`.
+    They replace the experts of an `MoE`.  `base` may have 4 bits, from `quantize(model, "nf4")`: then without
+    `merge`.
 
-    The keyword arguments are those of `LoRAFactors`.  state_dict keys: base.*, and for gate_up (and down
-    alike) gate_up_lora.A (E, r, H), gate_up_lora.B (E, 2I, r) and with `dora` gate_up_lora.magnitude (E, 2I).
+    The keyword arguments are those of `LoRAFactors`: `rank` and `alpha` may be sequences, of one number for
+    each adapter.  state_dict keys: base.*, and for gate_up (and down alike), with P = E * num_adapters,
+    gate_up_lora.A (P, r, H), gate_up_lora.B (P, 2I, r), with `dora` gate_up_lora.magnitude (P, 2I), and if
+    adapters differ gate_up_lora.scales (num_adapters, r).  Adapter n of expert e is e * num_adapters + n.
     Once sharded by `moe_aiter.distributed`, they are DTensors, of which each rank computes its own part.
     The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
     `merge`: beside adapters, products use the weights' dtype.
-    Raises TypeError unless `base` is an `Experts`, perhaps one of 4 bits.
+    Raises TypeError unless `base` is an `Experts`, perhaps one of 4 bits, ValueError for `dora` with several
+    adapters.
     """
 
-    def __init__(self, base: Experts | FourBitExperts, **lora: Any):
+    def __init__(self, base: Experts | FourBitExperts, num_adapters: int = 1, **lora: Any):
         super().__init__()
         if not isinstance(base, (Experts, FourBitExperts)):
             raise TypeError(f"base must be an Experts, such as MoE(...).experts, not {type(base).__name__}")
+        check_sizes(num_adapters=num_adapters)
+        if num_adapters > 1 and lora.get("dora"):
+            raise ValueError(
+                f"dora=True, but num_adapters is {num_adapters}: DoRA would make the weights of all experts "
+                "with each adapter in each forward pass; use a single adapter, or leave out dora"
+            )
         self.base = base.requires_grad_(False)
         gate_up, down = base.local_weights()[:2] if self.has_four_bits else (base.gate_up, base.down)
-        self.gate_up_lora = LoRAFactors(gate_up, base.num_experts, **lora)
-        self.down_lora = LoRAFactors(down, base.num_experts, **lora)
+        count = base.num_experts * num_adapters
+        self.gate_up_lora = LoRAFactors(gate_up, count, **lora, adapters=num_adapters)
+        self.down_lora = LoRAFactors(down, count, **lora, adapters=num_adapters)
         self.original: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, adapter_ids: Tensor | None = None, *,
+        within: Within | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Do as `Experts.forward`, (T, H) -> (T, H), with the adapter `adapter_ids` (T,) of each token.
+
+        `adapter_ids`, int32 or int64: -1 means no adapter.  A single adapter needs none.
+        Raises ValueError for shapes that do not fit, for `adapter_ids` after `merge` and, of a single
+        adapter, with DoRA or with shared experts; TypeError for dtypes; with MOE_AITER_DEBUG=1 also
+        ValueError for an adapter that is not there.
+        """
+        if within is None:
+            plan = self.plan_of(x, plan, adapter_ids)
+        return super().forward(x, routing_weights, plan, within=within)
+
+    def plan_of(self, x: Tensor, plan: RoutePlan, adapter_ids: Tensor | None) -> RoutePlan:
+        """Return the plan with rows by expert and adapter, or as it is without `adapter_ids`."""
+        merged, one = self.original is not None, self.num_adapters == 1
+        if adapter_ids is None:
+            if not (one or merged):
+                raise ValueError(f"adapter_ids must say which of {self.num_adapters} adapters")
+            return plan
+        if merged:
+            raise ValueError("an adapter is merged into the weights: adapter_ids cannot choose another")
+        if one and (self.gate_up_lora.magnitude is not None or self.dispatcher is not None):
+            raise ValueError(
+                "adapter_ids: a single adapter with dora, or of shared experts, is for all tokens"
+            )
+        check_axes(x=(x, "T, H"), adapter_ids=(adapter_ids, "T"))
+        check_index(adapter_ids=adapter_ids)
+        check_device(x=x, adapter_ids=adapter_ids)
+        check_plan(plan)
+        return by_adapter(RoutePlan(*plan), adapter_ids, self.num_adapters)
+
+    @property
+    def num_adapters(self) -> int:
+        """Return the number of adapters of each expert."""
+        return self.gate_up_lora.adapters
 
     @property
     def has_four_bits(self) -> bool:
@@ -411,44 +600,50 @@ class LoRAExperts(SteppedExperts):
         if self.original is not None:
             return gate_up, down, *biases
         gate_up, down = cast_as_linear(gate_up, down)
-        factors = self.gate_up_lora.low_rank(gate_up), self.down_lora.low_rank(down)
-        return gate_up, down, *biases, *factors[0][:3], *factors[1][:3]
+        factors = self.gate_up_lora.local_factors(gate_up), self.down_lora.local_factors(down)
+        return gate_up, down, *biases, *factors[0], *factors[1]
 
     def compute(
         self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the experts' output as `forward` does, on this rank, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias, *factors = weights
-        base, up_lora, down_lora = self.base, self.gate_up_lora, self.down_lora
+        base, loras = self.base, (self.gate_up_lora, self.down_lora)
         if not factors:
             return base.compute(x, routing_weights, plan, weights, save_z)
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)
-        up_a, up_b, up_growth, down_a, down_b, down_growth = factors
-        up = Projection(gate_up, gate_up_bias, LowRank(up_a, up_b, up_growth, up_lora.input_dropout))
-        down = Projection(down, down_bias, LowRank(down_a, down_b, down_growth, down_lora.input_dropout))
-        return experts_by_step(x, up, base.options.activate, down, routing_weights, RoutePlan(*plan))
+        plan, segments = split_plan(RoutePlan(*plan), gate_up.shape[0])
+        up_adapter, down_adapter = (
+            low_rank(three, lora.input_dropout, segments)
+            for three, lora in zip((factors[:3], factors[3:]), loras, strict=True)
+        )
+        up, down = Projection(gate_up, gate_up_bias, up_adapter), Projection(down, down_bias, down_adapter)
+        return experts_by_step(x, up, base.options.activate, down, routing_weights, plan)
 
-    def merge(self) -> None:
-        """Add the adapters to the weights, and keep a copy of the weights.
+    @checked
+    def merge(self, adapter: int = 0) -> None:
+        """Add one adapter to the weights, and keep a copy of the weights.
 
-        Raises ValueError for merged adapters, for weights of 4 bits, and for weights that are sharded other
-        than by experts.
+        Raises ValueError for merged adapters, for weights of 4 bits, for weights that are sharded other than
+        by experts, and for several adapters of shared experts.
         """
         if self.original is not None:
             raise ValueError("the adapters are already merged")
+        if self.dispatcher is not None and self.num_adapters > 1:
+            raise ValueError("ranks share the experts, of which only a single adapter can be merged")
         if self.has_four_bits:
             raise ValueError("the weights have 4 bits, which would round the adapters away")
         for name, p in self.named_parameters():
             placements = getattr(p, "placements", ())
             if any(getattr(placement, "dim", 0) != 0 for placement in placements):
                 raise ValueError(f"{name} is sharded by {placements}: merge needs whole experts on each rank")
-        weights = self.own_weights()
+        weights, number = self.own_weights(), range(self.num_adapters)[adapter]
         self.original = weights[0].clone(), weights[1].clone()
         for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
             for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory
-                w[e] = lora.merged(w[e], e)
+                w[e] = lora.merged(w[e], e * self.num_adapters + number)
 
     def own_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
@@ -466,22 +661,28 @@ class LoRAExperts(SteppedExperts):
         self.original = None
 
     @checked
-    def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the adapters in PEFT's format for `target_parameters` gate_up_proj and down_proj.
+    def peft_state_dict(self, prefix: str = "", *, adapter: int = 0) -> dict[str, Tensor]:
+        """Return one adapter in PEFT's format for `target_parameters` gate_up_proj and down_proj.
 
         base_layer.lora_A.weight and base_layer.lora_B.weight belong to gate_up, lora_A.weight and
-        lora_B.weight to down.  A is (E * r, in), expert after expert; B is (out, r * E), rank after rank.
+        lora_B.weight to down.  With the adapter's rank r, A is (E * r, in), expert after expert; B is
+        (out, r * E), rank after rank.
         Raises ValueError with DoRA, which PEFT does not support for these weights.
         """
-        return factors_of_all_experts(self.by_peft_name(prefix))
+        return factors_of_all_experts(self.by_peft_name(prefix), adapter)
 
     @checked
-    def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Load adapters in the format of `peft_state_dict`.
+    def load_peft_state_dict(
+        self, state: Mapping[str, Tensor], prefix: str = "", *, adapter: int = 0, alpha: float | None = None,
+        rslora: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Load one adapter in the format of `peft_state_dict`, of the layer's rank or a smaller one.
 
-        Raises KeyError for missing keys, ValueError for another shape or with DoRA; then nothing is copied.
+        alpha, rslora: lora_alpha and use_rslora of adapter_config.json [those of the layer].
+        Raises KeyError for missing keys, ValueError for another shape, for a larger rank, or with DoRA; then
+        nothing is copied.
         """
-        load_stacked(self.by_peft_name(prefix), state)
+        load_stacked(self.by_peft_name(prefix), state, adapter, alpha, rslora)
 
     def by_peft_name(self, prefix: str) -> dict[str, LoRAFactors]:
         return {f"{prefix}base_layer.": self.gate_up_lora, prefix: self.down_lora}
@@ -491,63 +692,3 @@ def taken(original: T | None) -> T:
     if original is None:
         raise ValueError("no adapter is merged")
     return original
-
-
-# adapters of experts as PEFT names and lays out their tensors, in its two ways
-#
-# stacked       of `target_parameters`, all experts in one: lora_A.weight (E * r, in), expert after expert,
-#               and lora_B.weight (out, r * E), rank after rank
-# per expert    of `target_modules`, a linear layer each: {e}.{layer}.lora_A.weight (r, in), lora_B.weight
-#               (out, r) and, with DoRA, lora_magnitude_vector (out,), which the stacked form has no place for
-
-
-def factors_of_all_experts(found: Mapping[str, LoRAFactors]) -> dict[str, Tensor]:
-    """Copies of the `LoRAFactors` of all experts, by their prefixes."""
-    tensors: dict[str, Tensor] = {}
-    for prefix, lora in found.items():
-        if lora.magnitude is not None:
-            raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
-        lora.check_present()
-        A, B = lora.A.detach(), lora.B.detach()
-        tensors[f"{prefix}lora_A.weight"] = rearrange(A, "e r i -> (e r) i").clone()
-        tensors[f"{prefix}lora_B.weight"] = rearrange(B, "e o r -> o (r e)").clone()
-    return tensors
-
-
-def load_stacked(found: Mapping[str, LoRAFactors], state: Mapping[str, Tensor]) -> None:
-    """The inverse, of `LoRAFactors` by their prefixes.  Raises as `copy_in` does, and then copies nothing."""
-    to = {name: torch.empty_like(t) for name, t in factors_of_all_experts(found).items()}
-    copy_in(to, state)
-    for prefix, lora in found.items():
-        A, B = (to[f"{prefix}lora_{which}.weight"] for which in "AB")
-        lora.A.detach().copy_(rearrange(A, "(e r) i -> e r i", r=lora.rank))
-        lora.B.detach().copy_(rearrange(B, "o (r e) -> e o r", r=lora.rank))
-
-
-def factors_per_expert(prefix: str, lora: LoRAFactors, layers: Mapping[str, slice]) -> dict[str, Tensor]:
-    """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
-    lora.check_present()
-    found = {}
-    for e in range(len(lora.A)):
-        for layer, rows in layers.items():
-            name = f"{prefix}{e}.{layer}."
-            found[f"{name}lora_A.weight"] = lora.A[e].detach().clone()
-            found[f"{name}lora_B.weight"] = lora.B[e, rows].detach().contiguous().clone()
-            if lora.magnitude is not None:
-                found[f"{name}lora_magnitude_vector"] = lora.magnitude[e, rows].detach().contiguous().clone()
-    return found
-
-
-@torch.no_grad()
-def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Fill each tensor of `to` with what `state` has by its name, if that fits for all of them.
-
-    Raises KeyError for what is not there, ValueError for another shape.
-    """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be tensors by name, not {type(state).__name__}")
-    for name, t in to.items():
-        if state[name].shape != t.shape:
-            raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
-    for name, t in to.items():
-        t.copy_(state[name])

@@ -33,7 +33,7 @@ from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .auxiliary import AuxLosses
 from .dense_gradient import with_dense_gradient
-from .experts import Experts, apply_linear, new_latent, new_shared
+from .experts import Experts, SharedExpert, apply_linear, ids_for, new_latent, new_shared
 
 COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
 # as they are here: a class can be given another `forward` later
@@ -199,7 +199,8 @@ class MoE(nn.Module):
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
-        expert_ids: Tensor | None = None, routing_weights: Tensor | None = None, return_routing: bool = False,
+        expert_ids: Tensor | None = None, routing_weights: Tensor | None = None,
+        adapter_ids: Tensor | None = None, return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, MoERouting]:  # fmt: skip
         """(..., H) -> (..., H), in the dtype of `x`; with `return_routing` also the MoERouting of the tokens,
         which are the leading axes of `x` flattened.
@@ -212,6 +213,9 @@ class MoE(nn.Module):
 
         `expert_ids` (..., k) takes the place of the router's choice, `routing_weights` (..., k) that of its
         weights: to replay a recorded routing, or to route by a hash.  See `route_to`.
+
+        `adapter_ids`, (...) or (batch,), is the adapter of each token, for `LoRAExperts` and `LoRALinear` in
+        this layer; -1 means none.  Modules without adapters ignore it.
 
         `x` must have the dtype of the weights; under torch.autocast the result has its dtype, as from
         nn.Linear, and the router stays float32.  Raises ValueError if the last axis is not H, TypeError for
@@ -244,9 +248,11 @@ class MoE(nn.Module):
             routing, plan = self.within_capacity(self.capacity, routing, plan, mask)
         if self.monitor is not None:
             self.monitor.record(routing, chosen, plan.group_sizes, mask, self.training)
-        out = self.mix(tokens, expert_tokens, routing, weights, plan, mask)  # (T, H)
+        adapter_ids = None if adapter_ids is None else each_token(adapter_ids, x)
+        out = self.mix(tokens, expert_tokens, routing, weights, plan, mask, adapter_ids)  # (T, H)
         if self.shared is not None:
-            out = hide(out + self.shared(hide(tokens, mask)), mask)
+            ids = (adapter_ids,) if isinstance(self.shared, SharedExpert) else ()
+            out = hide(out + self.shared(hide(tokens, mask), *ids), mask)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out
 
@@ -304,9 +310,12 @@ class MoE(nn.Module):
 
     def mix(
         self, tokens: Tensor, expert_tokens: Tensor, routing: Routing, weights: Tensor, plan: RoutePlan,
-        mask: Tensor | None,
+        mask: Tensor | None, adapter_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the weighted sum of the outputs of each token's experts, (T, H), without the shared one."""
+        ids = ids_for(self.experts, adapter_ids)
+        if ids and self.dense_router_gradient:
+            raise ValueError("adapter_ids are given, but dense_router_gradient=True has all tokens use one")
         zero, x = self.zero_compute, expert_tokens
         if zero is not None:
             plan = rows_of(plan, self.num_experts)
@@ -314,12 +323,12 @@ class MoE(nn.Module):
             casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
             if type(self.to_latent) is nn.Linear and not casts:
                 check_float(x=x, to_latent=self.to_latent.weight)
-            x = apply_linear(self.to_latent, hide(x, mask))
-        out: Tensor = self.experts(x, weights, plan)
+            x = apply_linear(self.to_latent, hide(x, mask), adapter_ids)
+        out: Tensor = self.experts(x, weights, plan, *ids)
         if self.dense_router_gradient and self.has_losses() and routing.routing_weights.requires_grad:
             out = with_dense_gradient(out, x.detach(), self.experts, routing, self.router)
         if self.from_latent is not None:
-            out = hide(apply_linear(self.from_latent, out), mask)
+            out = hide(apply_linear(self.from_latent, out, adapter_ids), mask)
         if zero is not None and zero.identity:
             weight = zero.identity_weight(routing.expert_ids, weights, self.num_experts)
             out = hide(out + (hide(tokens, mask) * weight).to(out.dtype), mask)
@@ -442,6 +451,15 @@ class MoE(nn.Module):
             value = getattr(self, name)
             text = text if value is None else f"{text}, {name}={value}"
         return text
+
+
+def each_token(adapter_ids: Tensor, x: Tensor) -> Tensor:
+    """Return ids (...), one for each index of the first axes of `x` (..., H), as (T,), one for each token."""
+    check_tensor("adapter_ids", adapter_ids)
+    axes, leading = adapter_ids.shape, x.shape[:-1]
+    if not axes or axes != leading[: len(axes)]:
+        raise ValueError(f"adapter_ids is {tuple(axes)} but x is {tuple(x.shape)}, (..., H)")
+    return adapter_ids.reshape(*axes, *[1] * (len(leading) - len(axes))).expand(leading).reshape(-1)
 
 
 def device_of(moe: MoE) -> torch.device:

@@ -34,6 +34,8 @@ CASES = {  # of the MoE, its adapters and the dispatcher
     "windows": (*MORE, {"rows": 0.5}),
     "padded": ({"interleaved": True}, {}, {"max_tokens": T + 3}),
     "tokens kept": (*MORE, {"keep_x": True}),
+    "several": ({"bias": True}, {"num_adapters": 3, "rank": [4, 1, 2]}, {}),
+    "several, nf4, windows": ({"format": "nf4"}, {"num_adapters": 3}, {"rows": 0.5}),
     "nf4": ({"format": "nf4", "bias": True}, {}, {}),
     "mxfp4, dora, windows": ({"format": "mxfp4"}, {"dora": True}, {"rows": 0.5}),
     "nf4, tokens kept": ({"format": "nf4"}, {}, {"keep_x": True}),
@@ -48,7 +50,7 @@ def build(moe: dict, lora: dict | None, num_experts: int = E) -> MoE:
     model = quantize(model, format) if format else model
     if lora is None:
         return model
-    model.experts = LoRAExperts(model.experts, rank=4, **lora)
+    model.experts = LoRAExperts(model.experts, **{"rank": 4} | lora)
     for name, p in model.experts.named_parameters():
         if "lora" in name:
             p.data.add_(0.3 * torch.randn_like(p))
@@ -63,7 +65,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def step(model: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> dict:
     x = x.clone().requires_grad_()
-    out = model(x)
+    several = getattr(getattr(model, "experts", None), "num_adapters", 1) > 1
+    ids = {"adapter_ids": torch.arange(len(x)) % 4 - 1} if several else {}
+    out = model(x, **ids)
     out.backward(dout)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     grads = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
@@ -101,6 +105,15 @@ def one_rank(rank: int, folder: str) -> None:
     model.experts.unmerge()
     after = [w.to_local() for w in (model.experts.base.gate_up, model.experts.base.down)]
     results["unmerged"] = list(map(torch.equal, after, before))
+    model = shared(*CASES["several"])
+    with pytest.raises(ValueError, match="only a single adapter can be merged"):
+        model.experts.merge()
+    with pytest.raises(ValueError, match="7 experts with 3 adapters each cannot be divided among 2 ranks"):
+        plan = {"experts": ExpertParallel()}
+        parallelize_module(build(*CASES["several"][:2], num_experts=7), mesh["ep"], plan)
+    model = shared({}, {}, {})
+    with pytest.raises(ValueError, match="a single adapter with dora, or of shared experts"):
+        model(x, adapter_ids=torch.zeros(T, dtype=torch.int64))
 
     for rows in (2.0, 0.5):
         model = shared({}, {"rank_dropout": 0.5}, {"rows": rows})

@@ -328,8 +328,9 @@ def test_bad_settings_are_named(wrong, kind, message):
 
 def test_compiles_without_graph_breaks():
     linear, experts, inputs = make_linear({}, 2), make_experts({}), routed()
+    several = randomized(LoRAExperts(experts.base, 2, rank=[3, 1]))
     ids = torch.tensor([0, 1, -1, 0, 1])
-    for layer, args in ((linear, (inputs[0], ids)), (experts, inputs)):
+    for layer, args in ((linear, (inputs[0], ids)), (experts, inputs), (several, (*inputs, ids))):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(*args), layer(*args))
 
