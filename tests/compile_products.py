@@ -144,10 +144,8 @@ def run_segment_tgmm(s, columns_first=False, weights=E):
     bind_segment_tgmm(i)(out, i)
 
 
-def run_add_low_rank(s, several=False):
-    rest = (ints(9 * E), ints(9 * E)) if several else (ints(E),)
-    w = s.weight(8 * E if several else E, s.n, s.k).mT
-    i = AddLowRankInputs(s.new(s.rows, s.n), s.new(s.rows, s.k), w, *rest)
+def run_add_low_rank(s, *named):
+    i = AddLowRankInputs(s.new(s.rows, s.n), s.new(s.rows, s.k), s.weight(E, s.n, s.k).mT, ints(E), *named)
     bind_add_low_rank(i)(i.out, i)
 
 
@@ -340,9 +338,7 @@ AITER = {  # of its files for gfx942 and gfx950, in the order of tuning.aiter_js
 SEGMENTS = {
     "to a rank": lambda: run_segment_gmm(Shape(4096, 16, 4096), segments=64),
     "from a rank": lambda: run_segment_gmm(Shape(4096, 4096, 16), segments=64),
-    "added, from a rank": lambda: run_add_low_rank(Shape(k=16)),
-    "added, of 8 adapters": lambda: run_add_low_rank(Shape(k=16), several=True),
-    "to a rank, of 8 adapters": lambda: run_segment_gmm(Shape(4096, 16, 4096), segments=9 * E),
+    "added, from a rank": lambda: (run_add_low_rank(Shape(k=16)), run_add_low_rank(Shape(k=16), ints(E))),
     "decode": lambda: run_segment_gmm(Shape(256, 64, 4096), indices=False, segments=256),
     "decode back": lambda: run_segment_gmm(Shape(256, 4096, 64), indices=False, segments=256),
     "dense": lambda: run_segment_gmm(Shape(8000, 4096, 4096), segments=8),
