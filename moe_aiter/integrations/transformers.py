@@ -14,6 +14,7 @@ DeepSeek-V3, gpt-oss and more.  Parameters keep their names, shapes and values, 
 Several GPUs: `DistributedConfig(..., ep_implementation="moe_aiter")`, see `DispatchedExperts`.
 """
 
+import sys
 import types
 import warnings
 from contextvars import ContextVar
@@ -245,7 +246,7 @@ class ModulePath(NamedTuple):
     """The path by which the experts of one module run."""
 
     kind: str  # the module's class
-    path: str  # "fused", "two products" or "not ours"
+    path: str  # "fused", "two products", "whole weights" or "not ours"
     why: str
 
 
@@ -254,14 +255,15 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
     """Return and print how each experts module of a transformers model runs: a `ModulePath` by its name.
 
     "fused": the activation runs inside the two products.  "two products": the activation is an op between
-    them.  "not ours": transformers' own code runs.  A module without transformers' decorator of experts is
+    them.  "whole weights": PEFT adds its adapter to a weight in each forward pass, and our products take the
+    sum.  "not ours": transformers' own code runs.  A module without transformers' decorator of experts is
     listed, as not ours, if the name of its class has "Expert" in it or ends in "MoE".
     """
-    adapted = {module.get_base_layer() for module in model.modules() if is_peft_wrapper(module)}
+    adapted = adapted_by_peft(model)
     found = {}
     for name, module in model.named_modules():
         if is_experts(module):
-            found[name] = path_of(module, module in adapted)
+            found[name] = path_of(module, module in adapted, adapted.get(module))
         elif looks_like_experts(module) and not any(name.startswith(f"{above}.") for above in found):
             why = "its class lacks transformers' decorator use_experts_implementation"
             found[name] = ModulePath(type(module).__name__, "not ours", why)
@@ -276,7 +278,7 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
     return found
 
 
-def path_of(module: nn.Module, adapted: bool) -> ModulePath:
+def path_of(module: nn.Module, adapted: bool, why_whole: str | None) -> ModulePath:
     kind, implementation = type(module).__name__, implementation_of(module)
     try:
         packed = [four_bits_of(module, name) for name in names_of(module)]
@@ -293,6 +295,8 @@ def path_of(module: nn.Module, adapted: bool) -> ModulePath:
             return ModulePath(kind, "not ours", why)
     if not dtypes <= set(FLOATS):
         return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
+    if why_whole is not None:
+        return ModulePath(kind, "whole weights", why_whole)
     if any(w is not None for w in packed):
         how = "4 bits, dequantised inside the products"
         if FP8 in {w.format for w in packed if w is not None}:
@@ -306,10 +310,13 @@ def path_of(module: nn.Module, adapted: bool) -> ModulePath:
     return ModulePath(kind, "fused", f"the activation {gate[0]} runs inside the products")
 
 
-def is_peft_wrapper(module: nn.Module) -> bool:
-    """Whether it is PEFT's, around experts, after `integrations.peft.register()`."""
-    method = getattr(type(module), "_activate_lora", None)
-    return getattr(method, "__module__", "").startswith(f"{__package__}.")
+def adapted_by_peft(model: nn.Module) -> dict[nn.Module, str | None]:
+    """Return the experts with active adapters of PEFT; and why PEFT makes whole weights of them, or None."""
+    if not hasattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper"):
+        return {}
+    from .peft import why_whole
+
+    return why_whole(model)
 
 
 def looks_like_experts(module: nn.Module) -> bool:

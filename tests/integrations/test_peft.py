@@ -1,6 +1,8 @@
 """PEFT's adapters of experts without whole weights, beside PEFT's own way on eager experts."""
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ TOKENS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(autouse=True)
-def registered():
+def registered(monkeypatch):
+    monkeypatch.setattr(file, "warned", set())
     file.register()
     yield
     file.unregister()
@@ -36,8 +39,9 @@ def whole(monkeypatch):
     """How often PEFT makes the product of an adapter's factors, as a parametrization or as a delta."""
     calls = []
     wrapper = file.param_wrapper()
-    for name in ("get_delta_factors", "get_delta_weight"):
-        plain = getattr(wrapper, name)
+    for name in file.DECIDING[-2:]:
+        if (plain := getattr(wrapper, name, None)) is None:
+            continue  # PEFT 0.20 has no get_delta_factors
 
         def counted(self, *args, plain=plain, **named):
             calls.append(self.parameter_name)
@@ -228,20 +232,124 @@ def test_register_is_idempotent_and_can_be_undone():
     file.register()
     assert wrapper._activate_lora is file.activate_lora
     file.unregister()
+    before = torch.get_rng_state()
+    file.register()  # whose look at PEFT draws no random numbers of the user's
+    assert torch.equal(torch.get_rng_state(), before)
+    file.unregister()
     file.unregister()
     assert wrapper._activate_lora.__module__ == wrapper.__module__
     for name, (owner, method) in file.replaced().items():
         assert getattr(owner, name) is not method and getattr(owner, name).__module__.startswith("peft.")
 
 
-def test_unknown_versions_are_left_alone(monkeypatch):
+def other_forward(self, x, *args, **named):
+    return self.base_layer(x, *args, **named)
+
+
+def other_activate(self, active_adapters, strength=1.0):
+    raise AssertionError("never called")
+
+
+def other_inject(self, model, peft_config, adapter_name):
+    raise AssertionError("never called")
+
+
+other_activate.__module__ = other_inject.__module__ = "peft.tuners.lora.layer"
+CHANGED = {  # what a later PEFT, or another package, has in the place of which method, and the reason
+    "signature": (0, "_activate_lora", other_activate, "_activate_lora takes .*strength=1.0"),
+    "order": (1, "_inject_parameters", other_inject, "_inject_parameters takes .self, model, peft_config"),
+    "another package": (0, "_activate_lora", other_forward, f"_activate_lora is that of {__name__}"),
+    "no method": (0, "_activate_lora", None, "no method ParamWrapper._activate_lora"),
+    "forward": (0, "forward", other_forward, "forward does not call _activate_lora"),
+}
+
+
+def reasons(make) -> tuple:
+    """What is made, and the warnings of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(w.message) for w in caught if "still make whole weights" in str(w.message)]
+
+
+@pytest.mark.parametrize("owner, name, method, reason", CHANGED.values(), ids=CHANGED)
+def test_a_peft_that_is_not_as_known(owner, name, method, reason, monkeypatch):
+    """One warning that says why, no method replaced, and `check` names whole weights."""
     file.unregister()
-    monkeypatch.setattr(file, "SUPPORTED", ("0.1",))
+    owner = [file.param_wrapper(), peft.tuners.tuners_utils.BaseTuner][owner]
+    monkeypatch.setattr(owner, name, method)
+    stays_as_it_is(reason)
+
+
+def stays_as_it_is(reason):
+    """`register` replaces no method, and says why, once."""
+    before = {name: vars(owner)[name] for name, (owner, _) in file.replaced().items()}
+    _, said = reasons(lambda: (file.register(), file.register()))
+    assert len(said) == 1 and re.search(reason, said[0]), said
+    assert before == {name: vars(owner)[name] for name, (owner, _) in file.replaced().items()}
+
+
+def test_a_peft_whose_experts_have_another_order(monkeypatch):
+    file.unregister()
+    for name in file.DECIDING[-2:]:
+        if (plain := getattr(file.param_wrapper(), name, None)) is not None:
+
+            def flipped(self, adapter, plain=plain):
+                made = plain(self, adapter)
+                return made.flip(0) if torch.is_tensor(made) else (made[0].flip(0), made[1].flip(0), made[2])
+
+            monkeypatch.setattr(file.param_wrapper(), name, flipped)
+    stays_as_it_is("lays out A and B in another way")
+    model = adapted("mixtral", ours.NAME)
+    assert {path.path for path in ours.check(model).values()} == {"whole weights"}
+    assert error(step(model)["logits"], step(adapted("mixtral", "eager"))["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", file.DECIDING)
+def test_a_wrapper_with_an_override_is_not_fused(name, whole):
+    """PEFT's own way runs, with the class's name in one warning and in `check`."""
     wrapper = file.param_wrapper()
-    with pytest.warns(UserWarning, match="is none of 0.1"):
-        file.register()
-    assert wrapper._activate_lora is not file.activate_lora
-    assert error(*(step(adapted("mixtral", e))["logits"] for e in (ours.NAME, "eager"))) < 1e-5
+    if not hasattr(wrapper, name):
+        pytest.skip(f"this PEFT has no {name}")
+
+    def override(self, *args, **named):
+        return getattr(super(Other, self), name)(*args, **named)
+
+    Other = type("Other", (wrapper,), {name: override})
+    model = adapted("qwen3_moe", ours.NAME)
+    want = step(model)
+    for module in model.modules():
+        if type(module) is wrapper:
+            module.__class__ = Other
+    whole.clear()
+    (got, _), said = reasons(lambda: (step(model), step(model)))
+    assert whole and all(error(got[key], value) < 1e-5 for key, value in want.items())
+    assert len(said) == 1 and f"Other overrides {name} of PEFT's ParamWrapper" in said[0]
+    (path,) = set(ours.check(model).values())
+    assert path.path == "whole weights" and f"Other overrides {name}" in path.why
+
+
+def test_a_subclass_that_changes_no_product_is_fused(whole):
+    model = adapted("qwen3_moe", ours.NAME)
+    for module in model.modules():
+        if type(module) is file.param_wrapper():
+            module.__class__ = type("Named", (file.param_wrapper(),), {"__repr__": lambda self: "named"})
+    _, said = reasons(lambda: step(model))
+    assert not whole and not said and {p.path for p in ours.check(model).values()} == {"two products"}
+
+
+def test_check_of_adapters_that_run_as_whole_weights():
+    model = adapted("mixtral", ours.NAME)
+    paths = lambda: {(p.path, p.why) for p in ours.check(model).values()}  # noqa: E731
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH))
+    model.base_model.set_adapter(["default", "other"])
+    assert paths() == {("whole weights", "2 adapters of down_proj are active")}
+    with model.disable_adapter():
+        assert {path for path, _ in paths()} == {"fused"}
+    model.set_adapter("other")
+    assert {path for path, _ in paths()} == {"two products"}
+    file.unregister()
+    assert {path for path, _ in paths()} == {"whole weights"}
 
 
 def test_a_forward_pass_leaves_nothing_behind():

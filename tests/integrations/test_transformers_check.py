@@ -201,7 +201,7 @@ def test_adapters_of_peft():
         assert "adapter" in why(model)
     finally:
         our_peft.unregister()
-    assert {m.path for m in check(model).values()} == {"fused"}  # of weights that PEFT makes
+    assert {m.path for m in check(model).values()} == {"whole weights"}  # which PEFT makes
 
 
 def test_8_bit_weights():
