@@ -184,6 +184,14 @@ def local_part(t: Part) -> Part:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def whole_part(t: Tensor) -> Tensor:
+    """Return a DTensor's numbers of all ranks, who all must call this, and another tensor as it is."""
+    if local_part(t) is t:
+        return t
+    whole: Tensor = t.full_tensor()  # type: ignore[attr-defined]  # as DTensor has
+    return whole
+
+
 def local_weight(p: Part) -> Part:
     """Return the part of a parameter that this rank has.  A `main_grad` takes all of its gradient, so that
     autograd, which may send zeros for none, is not asked."""

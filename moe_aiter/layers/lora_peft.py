@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..kernels.base.check import check_range
+from .experts import whole_part
 
 if TYPE_CHECKING:
     from .lora import LoRAFactors
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
 def factors_of_all_experts(
     found: Mapping[str, "LoRAFactors"], adapter: int = 0, ranks: Mapping[str, int | None] | None = None
 ) -> dict[str, Tensor]:
-    """Copies of an adapter of the `LoRAFactors` of all experts, by their prefixes; of its rank by default."""
+    """Copies of an adapter of the `LoRAFactors` of all experts, by their prefixes; of its rank by default.
+
+    Ranks that share the experts must all call this.
+    """
     tensors: dict[str, Tensor] = {}
     for prefix, lora in found.items():
         if lora.magnitude is not None:
             raise ValueError("PEFT has no DoRA for experts in one tensor, and so no names for its magnitudes")
         lora.check_present()
-        A, B = lora.of_adapter(adapter, (ranks or {}).get(prefix))
+        A, B = map(whole_part, lora.of_adapter(adapter, (ranks or {}).get(prefix)))
         tensors[f"{prefix}lora_A.weight"] = rearrange(A, "e r i -> (e r) i").clone()
         tensors[f"{prefix}lora_B.weight"] = rearrange(B, "e o r -> o (r e)").clone()
     return tensors
@@ -70,14 +74,16 @@ def rank_in(
 def factors_per_expert(prefix: str, lora: "LoRAFactors", layers: Mapping[str, slice]) -> dict[str, Tensor]:
     """Copies of each expert's, for linear layers that are these rows of the weight; they share an A."""
     lora.check_present()
+    A, B = whole_part(lora.A.detach()), whole_part(lora.B.detach())
+    magnitude = None if lora.magnitude is None else whole_part(lora.magnitude.detach())
     found = {}
-    for e in range(len(lora.A)):
+    for e in range(len(A)):
         for layer, rows in layers.items():
             name = f"{prefix}{e}.{layer}."
-            found[f"{name}lora_A.weight"] = lora.A[e].detach().clone()
-            found[f"{name}lora_B.weight"] = lora.B[e, rows].detach().contiguous().clone()
-            if lora.magnitude is not None:
-                found[f"{name}lora_magnitude_vector"] = lora.magnitude[e, rows].detach().contiguous().clone()
+            found[f"{name}lora_A.weight"] = A[e].clone()
+            found[f"{name}lora_B.weight"] = B[e, rows].contiguous().clone()
+            if magnitude is not None:
+                found[f"{name}lora_magnitude_vector"] = magnitude[e, rows].contiguous().clone()
     return found
 
 

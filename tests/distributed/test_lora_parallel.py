@@ -98,6 +98,10 @@ def one_rank(rank: int, folder: str) -> None:
         (n, type(b).__name__, b.dtype) for n, b in model.named_buffers() if "gate_up" in n
     ]
 
+    want = build({}, {}).experts.peft_state_dict()
+    got = shared({}, {}, {}).experts.peft_state_dict()
+    results["saved"] = [torch.equal(got[name], t) for name, t in want.items()]
+
     model = shared({}, MORE[1], {})
     before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
     model.experts.merge()
@@ -189,6 +193,7 @@ def test_as_one_process(ranks, case):
 def test_merged_adapters(ranks):
     check([results["merged"] for results in ranks], alone({}, MORE[1], merged=True))
     assert all(all(results["unmerged"]) for results in ranks)
+    assert all(all(results["saved"]) for results in ranks)
 
 
 def test_each_window_drops_the_same_ranks(ranks):
