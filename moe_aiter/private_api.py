@@ -217,6 +217,20 @@ def is_changed(module: nn.Module, methods: tuple) -> bool:
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 
+def leave_fsdp(module: nn.Module) -> None:
+    """Let FSDP2 gather the parameters of a module once more, and forget them."""
+    module.unshard()
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+    for group in [state._fsdp_param_group] if groups is None else list(groups):
+        if group is not None:
+            group.fsdp_params.clear()  # which hooks of state_dict would put in their places again
+    if groups is None:
+        state._fsdp_param_group = None
+    else:
+        groups.clear()
+
+
 # the compiler, which takes a second to import
 
 

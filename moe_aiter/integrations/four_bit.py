@@ -17,9 +17,20 @@ from torch import nn
 
 from ..kernels.base.check import check_known, check_parameter_dtype, checked
 from ..kernels.quantize.four_bit import FORMATS, FP8, quantized
+from ..layers.experts import local_part
 from ..layers.four_bit import FourBitWeight
 from ..private_api import own_parameters
-from .transformers import ADAPTERS, BLOCKS, NAME, SCALES, four_bits_of, is_experts, names_of, register
+from .sharded import (
+    BLOCKS,
+    EP,
+    SCALES,
+    buffers_again,
+    ep_mesh_of,
+    quantized_parts,
+    share_published,
+    take_from_fsdp,
+)
+from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, names_of, register
 
 __all__ = ["load_gpt_oss", "quantize_experts"]
 
@@ -33,8 +44,13 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     another is replaced, so the peak is the model and the largest weight in 4 bits.  state_dict then has
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
 
+    If ranks share the experts by transformers' expert parallelism, each quantises its own, and all must call
+    this before the first forward pass.  The result is that of one process, but NF4's scales are float32, 4.5
+    bits a number in all.
+
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
-    decorator, experts with adapters or that ranks share, and a weight that has no 4 bits, which stays then.
+    decorator, experts with adapters or that are sharded otherwise, and a weight that has no 4 bits, which
+    stays then.
     """
     check_known("format", format, FORMATS)
     register()
@@ -53,10 +69,15 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
             if made is None:
                 check_packable(module, weight, FORMATS[format].block)
     for module in found.values():
+        mesh = take_from_fsdp(module, names_of(module))
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
-                w = own_parameters(module)[weight]
-                packed = FourBitWeight(quantized(w.mT if module.is_transposed else w, format))
+                w = local_part(own_parameters(module)[weight])
+                w = w.mT if module.is_transposed else w
+                if mesh is None:
+                    packed = FourBitWeight(quantized(w, format))
+                else:
+                    packed = quantized_parts(w, format, mesh)
                 del own_parameters(module)[weight]
                 setattr(module, weight, packed)
         module.requires_grad_(False)
@@ -68,8 +89,10 @@ def check_packable(module: nn.Module, name: str, block: int) -> None:
     w = own_parameters(module).get(name)
     if w is None:
         raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")
-    if hasattr(w, "placements"):
-        raise ValueError(f"{name} of {type(module).__name__} is shared among ranks: 4 bits cannot be")
+    if hasattr(w, "placements") and ep_mesh_of(w) is None:
+        raise ValueError(
+            f"{name} of {type(module).__name__} is sharded, but not by experts: load with an ep_size above 1"
+        )
     width = w.shape[1 if module.is_transposed else 2]
     if width % block:
         found = f"{name} of {type(module).__name__} has rows of {width} numbers"
@@ -106,15 +129,26 @@ def load_gpt_oss(
             super().__init__(config)
             for module in filter(is_experts, self.modules()):
                 as_published(module)
+            whole = ("gate_up_proj", "down_proj")  # which no plan finds any more
+            self._ep_plan = {key: how for key, how in self._ep_plan.items() if not key.endswith(whole)}
+
+        @classmethod
+        def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+            if mesh_manager is not None and distributed_config.ep_size > 1:
+                for module in filter(is_experts, model.modules()):
+                    share_published(module, mesh_manager.get_mesh(EP))
+            return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     Packed.__name__ = GptOssForCausalLM.__name__  # by which transformers chooses the loss
     model = Packed.from_pretrained(
         directory, config=config, dtype=dtype, experts_implementation=NAME, **options
     )
-    model.__class__ = GptOssForCausalLM
+    if type(model) is Packed:  # and not what FSDP2 makes of it
+        model.__class__ = GptOssForCausalLM
     if published is not None:
         model.config.quantization_config = published
     for module in filter(is_experts, model.modules()):
+        buffers_again(module)
         module.requires_grad_(False)
     return model
 

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
-from ..layers.lora import LoRAFactors
+from ..layers.experts import local_part
+from ..layers.lora import LoRAFactors, row_norms
 from ..layers.lora_peft import factors_of_all_experts, factors_per_expert, load_stacked, rank_in
 from ..private_api import hooks_before
+from .sharded import gathered, kept, shard_factors
 from .transformers import ADAPTERS, NAME, experts_in, four_bits_of, known_gate, names_of, register, weights_of
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
@@ -51,16 +53,20 @@ def add_lora(
     parameters are `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
     `.magnitude` (E, out).  You may unfreeze other parameters afterwards.
 
-    Raises ValueError if the model has no experts with transformers' decorator, or has adapters already, and
-    as `LoRAFactors` does; then the model is unchanged.
+    In a model that transformers has sharded, adapters are sharded with their experts.  All ranks must call
+    this, `load_lora` and `save_lora`.
+
+    Raises ValueError if the model has no experts with transformers' decorator, or has adapters already, if
+    tensor parallelism divides single experts, and as `LoRAFactors` does; then the model is unchanged.
     """
     return attach(model, new_adapters(model, targets, dtype, lora))
 
 
 def new_adapters(
-    model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, lora: dict
-) -> dict[str, nn.ModuleDict]:
-    """Return new adapters by the names of the experts' modules, which do not have them yet."""
+    model: nn.Module, targets: tuple[str, ...], dtype: torch.dtype, lora: dict,
+    state: Mapping[str, Tensor] | None = None,
+) -> dict[str, nn.ModuleDict]:  # fmt: skip
+    """Return new adapters, filled from `state`, by the names of the experts' modules, which have none yet."""
     register()
     check_parameter_dtype(dtype)
     experts = experts_in(model)
@@ -72,13 +78,39 @@ def new_adapters(
         raise ValueError(f"the experts of this {type(model).__name__} have adapters already")
     adapters = {}
     for name, module in experts.items():
-        weights = weights_of(module)
-        found = zip(names_of(module), (weights.gate_up, weights.down), strict=True)
-        factors = {n: LoRAFactors(w, w.shape[0], **lora).to(dtype) for n, w in found if n in targets}
+        factors = {n: new_factors(module, n, lora).to(dtype) for n in names_of(module) if n in targets}
         if not factors:
             raise ValueError(f"none of targets {targets} is one of {names_of(module)}")
+        if state is not None:
+            loras = by_prefix({name: factors})
+            for prefix, made in loras.items():
+                if (rank := rank_in(state, prefix, made)) != made.rank:
+                    raise ValueError(
+                        f"{prefix}lora_A.weight has rank {rank}, but the adapter needs {made.rank}"
+                    )
+            load_stacked(loras, state)
+        for n, whole in factors.items():
+            shard_factors(whole, model, kept(module, n))
         adapters[name] = nn.ModuleDict(factors).train(module.training)
     return adapters
+
+
+def new_factors(module: nn.Module, name: str, lora: dict) -> LoRAFactors:
+    """Return adapters for the weight of all experts, of which ranks may have a part each."""
+    at_rest = kept(module, name)
+    if not hasattr(at_rest, "placements"):
+        weights = weights_of(module)
+        weight = weights.down if name == "down_proj" else weights.gate_up
+        return LoRAFactors(weight, weight.shape[0], **lora)
+    weight = four_bits_of(module, name)
+    if weight is None:
+        weight = local_part(at_rest.detach())
+        weight = weight.mT if module.is_transposed else weight
+    factors = LoRAFactors(weight, at_rest.shape[0], **(lora | {"dora": False}))
+    if lora.get("dora"):
+        norms = gathered(row_norms(weight), at_rest)
+        factors.magnitude = nn.Parameter(norms.to(weight.dtype))
+    return factors
 
 
 def attach(model: nn.Module, adapters: Mapping[str, nn.ModuleDict]) -> list[str]:
@@ -111,7 +143,8 @@ def save_lora(
     By default there is one pair of tensors for each weight, for PEFT's `target_parameters` on the same model.
     The configuration then says no dropout, which PEFT would refuse.  With `per_expert` there is one pair for
     each expert and layer, `<experts>.{e}.{layer}.lora_A.weight`, for a model whose experts are linear layers
-    of these names; gate and up have the same A.
+    of these names; gate and up have the same A.  Of a sharded model, the first rank writes what one process
+    would.
 
     Raises ValueError for a model without adapters and, unless `per_expert`, with DoRA; ImportError without
     safetensors.
@@ -120,12 +153,14 @@ def save_lora(
     if not isinstance(layers, (tuple, list)) or [type(name) for name in layers] != [str] * 3:
         raise ValueError(f"layers must be three names, of gate, up and down, not {layers!r}")
     modules = {name: getattr(module, ADAPTERS) for name, module in adapted_experts(model).items()}
-    if per_expert:
-        tensors = {}
-        for name in modules:
-            tensors |= tensors_per_expert(f"{PREFIX}{name}.", model.get_submodule(name), layers)
-    else:
-        tensors = factors_of_all_experts(by_prefix(modules))
+    shared, tensors = any(hasattr(p, "placements") for m in modules.values() for p in m.parameters()), {}
+    for name, factors in modules.items():  # one by one: ranks gather them
+        if per_expert:
+            found = tensors_per_expert(f"{PREFIX}{name}.", model.get_submodule(name), layers)
+        else:
+            found = factors_of_all_experts(by_prefix({name: factors}))
+        if not shared or torch.distributed.get_rank() == 0:
+            tensors |= {key: t.cpu() if shared else t for key, t in found.items()}
     targets = [n for n in TARGETS if any(n in factors for factors in modules.values())]
     some = next(lora for factors in modules.values() for lora in factors.values())
     config = peft_config(some, base_model or getattr(model, "name_or_path", None) or None)
@@ -135,11 +170,19 @@ def save_lora(
     else:
         parents = sorted({".".join(name.split(".")[-2:]) for name in modules})
         config |= {"target_parameters": [f"{parent}.{n}" for parent in parents for n in targets]}
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    with drafted(directory / CONFIG) as text, drafted(directory / TENSORS, "wb") as data:
-        data.write(save({name: t.contiguous() for name, t in tensors.items()}))
-        text.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def write() -> None:
+        folder = pathlib.Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with drafted(folder / CONFIG) as text, drafted(folder / TENSORS, "wb") as data:
+            data.write(save({name: t.contiguous() for name, t in tensors.items()}))
+            text.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    if not shared:
+        return write()
+    from ..distributed.checkpoint import on_first_rank  # which takes long to import
+
+    return on_first_rank(write)
 
 
 @checked
@@ -166,14 +209,10 @@ def load_lora(
         raise ValueError(f"{directory / TENSORS} is damaged: {error}") from error
     if how["rank"] > max((size for tensor in state.values() for size in tensor.shape), default=0):
         raise ValueError(f"{directory / CONFIG} has r {how['rank']}, which no tensor of {TENSORS} has")
-    adapters = new_adapters(model, targets, dtype, how | lora)
-    loras = by_prefix(adapters)
-    if extra := sorted(state.keys() - {f"{prefix}lora_{m}.weight" for prefix in loras for m in "AB"}):
+    adapters = new_adapters(model, targets, dtype, how | lora, state)
+    names = {f"{prefix}lora_{m}.weight" for prefix in by_prefix(adapters) for m in "AB"}
+    if extra := sorted(state.keys() - names):
         raise ValueError(f"{directory / TENSORS} has {extra[0]}, which no experts of this model have")
-    for prefix, factors in loras.items():
-        if (rank := rank_in(state, prefix, factors)) != factors.rank:
-            raise ValueError(f"{directory / TENSORS} has rank {rank}, but the adapter needs {factors.rank}")
-    load_stacked(loras, state)
     return attach(model, adapters)
 
 
@@ -214,7 +253,7 @@ def merge_lora(model: nn.Module) -> None:
             lora.check_present(getattr(module, weight))
     for module in adapted.values():
         for name, lora in getattr(module, ADAPTERS).items():
-            weight = getattr(module, name)
+            weight = local_part(getattr(module, name))  # and the adapters of the same experts
             weight = weight.mT if module.is_transposed else weight
             for e in range(len(weight)):  # one by one: all of them in float32 would take twice their memory
                 weight[e].copy_(lora.merged(weight[e], e))
@@ -230,7 +269,7 @@ def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def by_prefix(modules: Mapping[str, nn.ModuleDict]) -> dict[str, LoRAFactors]:
+def by_prefix(modules: Mapping[str, Mapping[str, LoRAFactors] | nn.ModuleDict]) -> dict[str, LoRAFactors]:
     """The adapters by what PEFT puts before their tensors' names: a module's last has the outer wrapper."""
     found = {}
     for name, factors in modules.items():

@@ -151,7 +151,7 @@ def unknown_sum() -> str | None:
             for factor in (a, b):  # numbers that every dtype holds
                 factor.copy_((torch.arange(factor.numel()) % 3 - 1).view_as(factor))
             weight = wrapper.get_base_layer().weight
-            low = Factors(a, b, wrapper.scaling["tiny"]).low_rank(weight)
+            low = Factors(a, b, wrapper.scaling["tiny"], 2).low_rank(weight)
             alike = torch.equal(wrapper(torch.zeros_like(weight)), low.b @ low.a)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         return f"ParamWrapper cannot adapt a tiny weight: {type(error).__name__}: {error}"
@@ -187,13 +187,18 @@ def why_whole(model: nn.Module) -> dict[nn.Module, str | None]:
 class Factors:
     """The factors of one adapter of one parameter, in the form that experts need."""
 
-    def __init__(self, a: Tensor, b: Tensor, scaling: float):
+    def __init__(self, a: Tensor, b: Tensor, scaling: float, num_experts: int):
         self.a, self.b, self.scaling = a, b, scaling  # (E * r, in), (out, r * E)
-        self.used = False
+        self.num_experts, self.used = num_experts, False
 
     def low_rank(self, weight: Tensor | FourBit) -> LowRank:
         """In the dtype of the weight (E, out, in).  A is laid out expert after expert, B rank after rank."""
-        self.used, E = True, weight.shape[0]
+        self.used, E = True, self.num_experts
+        if weight.shape[0] != E:
+            raise ValueError(
+                f"this rank has {weight.shape[0]} of {E} experts, but PEFT's adapters are not shared: use "
+                "add_lora of moe_aiter.integrations.lora, whose save_lora writes PEFT's files"
+            )
         a = (self.a * self.scaling).to(weight.dtype).unflatten(0, (E, -1))
         b = self.b.to(weight.dtype).unflatten(1, (-1, E)).permute(2, 0, 1)
         return LowRank(a, b.contiguous())
@@ -235,7 +240,7 @@ def factors_of(wrapper: nn.Module, active_adapters: list[str]) -> Factors | None
     if not adapters or reason_against(wrapper, adapters) is not None:
         return None
     a, b = wrapper.lora_A[adapters[0]].weight, wrapper.lora_B[adapters[0]].weight
-    return Factors(a, b, wrapper.scaling[adapters[0]])
+    return Factors(a, b, wrapper.scaling[adapters[0]], wrapper.num_experts)
 
 
 def reason_against(wrapper: nn.Module, adapters: list[str]) -> str | None:

@@ -31,7 +31,7 @@ from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FP8, FourBit, blocks_of
-from ..layers.by_step import Projection, experts_by_step
+from ..layers.by_step import LowRank, Projection, experts_by_step
 from ..layers.experts import Weights, local_part, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.lora import LoRAFactors
@@ -41,6 +41,7 @@ from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
 from ..private_api import is_changed, is_of_torchao, own_buffers, own_modules, own_parameters
 from ..routing.plan import RoutePlan, make_plan, unpermute
+from .sharded import BLOCKS, SCALES, kept
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +50,6 @@ __all__ = ["check", "known_gate", "register", "unregister"]
 
 NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
-BLOCKS, SCALES = "_blocks", "_scales"  # how the parts of a weight in MXFP4 are called, after its name
 SCALE_INV = "_scale_inv"  # how the scales of a weight in FP8 are called, after its name
 OLDEST = (5, 7)  # those before know a fixed list of names
 
@@ -357,9 +357,14 @@ def experts_forward(
     Raises ValueError where that cannot be, with an adapter or a gate that is not fused; else as `expert_mlp`
     does.
     """
+    inputs = hidden_states, top_k_index, top_k_weights
+    return through(owners_of(module), partial(run_experts, module), *inputs)
+
+
+def owners_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules below experts that have their codes of 4 bits and their adapters' factors."""
     owners = [*own_modules(module).values(), *(getattr(module, ADAPTERS, None) or {}).values()]
-    owners = [owner for owner in owners if isinstance(owner, (FourBitWeight, LoRAFactors))]
-    return through(owners, partial(run_experts, module), hidden_states, top_k_index, top_k_weights)
+    return [owner for owner in owners if isinstance(owner, (FourBitWeight, LoRAFactors))]
 
 
 def run_experts(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -372,15 +377,19 @@ def run_experts(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights
 
 def compute_experts(
     module: nn.Module, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: ExpertWeights,
-    save_z: bool = True,
+    save_z: bool = True, low_rank: "LowRanks | None" = None,
 ) -> Tensor:  # fmt: skip
-    """Return (T, H) in the dtype of the products, from the experts of `plan` with these weights."""
+    """Return (T, H) in the dtype of the products, from the experts of `plan` with these weights.
+
+    low_rank: the adapters' factors for these weights; None reads them from the module.
+    """
     gate_up, down = cast_as_linear(weights.gate_up, weights.down)
     x, weights = x.to(gate_up.dtype), weights._replace(gate_up=gate_up, down=down)
     gate = known_gate(module)
     options = None if gate is None else ExpertOptions(*gate, recompute="none" if save_z else "z")
     if not runs_fused(module):
-        return unfused(module, options, weights, x, routing_weights, plan)
+        low_rank = low_rank_of(module, gate_up, down) if low_rank is None else low_rank
+        return unfused(module, options, weights, low_rank, x, routing_weights, plan)
     if not has_norm(module):
         return mix_experts(x, weights, routing_weights, plan, options)
     return unpermute(module.post_expert_norm(expert_rows(x, weights, plan, options)), plan, routing_weights)
@@ -416,7 +425,7 @@ def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
     if blocks is None:
         return None
     dtype = getattr(module, f"{name}_bias").dtype
-    return from_mxfp4(blocks, own_buffers(module)[name + SCALES], dtype).weight()
+    return from_mxfp4(local_part(blocks), local_part(own_buffers(module)[name + SCALES]), dtype).weight()
 
 
 def fp8_of(module: nn.Module, weight: Tensor, scale_inv: Tensor) -> FourBit:
@@ -456,10 +465,10 @@ def routed_experts(module: nn.Module) -> Foreign | None:
     return Foreign(1, 2, num_experts, dropped=num_experts)
 
 
-def down_of(module: nn.Module) -> Tensor | FourBit:
-    """Return the second weight of an experts module."""
-    packed = four_bits_of(module, "down_proj")
-    return module.down_proj if packed is None else packed
+def down_of(module: nn.Module) -> Tensor:
+    """Return the second weight of an experts module, or its codes, with the experts of all ranks."""
+    weight = kept(module, "down_proj")
+    return module.down_proj if weight is None else weight
 
 
 def names_of(module: nn.Module) -> tuple[str, str]:
@@ -536,9 +545,21 @@ def function_name(act_fn) -> str:
     return "" if is_changed(act_fn, (kind.__call__, kind.forward)) else full_name(kind)
 
 
+LowRanks = tuple[LowRank | None, LowRank | None]  # the factors of both weights' adapters
+
+
+def low_rank_of(module: nn.Module, gate_up: Tensor | FourBit, down: Tensor | FourBit) -> LowRanks:
+    adapters = getattr(module, ADAPTERS, None) or {}
+    up, low = (
+        adapters[name].low_rank(weight) if name in adapters else None
+        for name, weight in zip(names_of(module), (gate_up, down), strict=True)
+    )
+    return up, low
+
+
 def unfused(
-    module: nn.Module, options: ExpertOptions | None, w: ExpertWeights, x: Tensor, routing_weights: Tensor,
-    plan: RoutePlan,
+    module: nn.Module, options: ExpertOptions | None, w: ExpertWeights, low_rank: LowRanks, x: Tensor,
+    routing_weights: Tensor, plan: RoutePlan,
 ) -> Tensor:  # fmt: skip
     """The experts step by step, with the module's own gate, adapters and norm of each output: (T, H).
 
@@ -549,11 +570,6 @@ def unfused(
             f"a weight of {type(module).__name__} has a main_grad, which its gate or adapter forbids: "
             "take it away, and the gradient is in .grad"
         )
-    adapters = getattr(module, ADAPTERS, None) or {}
-    low_rank = [
-        adapters[name].low_rank(weight) if name in adapters else None
-        for name, weight in zip(names_of(module), (w.gate_up, w.down), strict=True)
-    ]
     up = Projection(w.gate_up, w.gate_up_bias, low_rank[0])
     down = Projection(w.down, w.down_bias, low_rank[1])
     if options is not None:
@@ -578,8 +594,9 @@ class DispatchedExperts:
 
     transformers shards the parameters while it loads them, and makes one of these for each experts module.
     Each rank has tokens of its own; gradients are those of the mean of the ranks' losses.
+    Adapters of `integrations.lora` and weights of 4 bits are shared with their experts.
     Raises ValueError with `tp_size` above 1, for experts that do not run on our kernels or whose parameters
-    the `ep_plan` does not shard, and for experts with adapters or of 4 bits.
+    the `ep_plan` does not shard, and in a call for adapters of PEFT.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: "DeviceMesh", tp_mesh: "DeviceMesh"):
@@ -595,9 +612,7 @@ class DispatchedExperts:
                 f"ep_implementation={NAME!r} needs experts on our kernels, but {kind} runs "
                 f"{implementation_of(experts)!r}: pass experts_implementation={NAME!r} too"
             )
-        if any(four_bits_of(experts, name) is not None for name in names_of(experts)):
-            raise ValueError(f"ep_implementation={NAME!r} does not support experts of 4 bits, as {kind} has")
-        weights = [getattr(experts, name, None) for name in names_of(experts)]
+        weights = [kept(experts, name) for name in names_of(experts)]
         if not all(hasattr(weight, "placements") for weight in weights):
             raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")
         self.module = experts
@@ -605,24 +620,42 @@ class DispatchedExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Do as `experts_forward` for this rank's tokens; ids count all experts."""
-        if getattr(self.module, ADAPTERS, None):
-            raise ValueError(f"ep_implementation={NAME!r} does not support experts with adapters")
+        return through(owners_of(self.module), self.run, hidden_states, top_k_index, top_k_weights)
+
+    def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_experts = self.dispatcher.num_experts
         plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
         x = hidden_states.to(weights_of(self.module).down.dtype)  # before it travels
         return self.dispatcher(self, x, top_k_weights, plan)
 
     def local_weights(self) -> Weights:
-        """Return this rank's weights; none if the module itself computes something, with parameters perhaps.
+        """Return this rank's weights and the factors of its adapters; none if the module itself computes
+        something, with parameters perhaps.
 
         transformers puts the local part of each parameter in its place during the call.
         """
-        computes = has_norm(self.module) or not runs_fused(self.module)
-        return () if computes else weights_of(self.module)
+        module = self.module
+        if has_norm(module) or known_gate(module) is None:
+            return ()
+        weights = weights_of(module)
+        if runs_fused(module):
+            return weights
+        up, down = cast_as_linear(weights.gate_up, weights.down)
+        none = LowRank(None, None)
+        factors = [(low or none)[:3] for low in low_rank_of(module, up, down)]
+        return *weights._replace(gate_up=up, down=down), *factors[0], *factors[1]
 
     def compute(
         self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
     ) -> Tensor:
         """Return the output of this rank's experts, with these weights in place of the module's."""
-        weights = ExpertWeights(*weights) if weights else weights_of(self.module)
-        return compute_experts(self.module, x, routing_weights, plan, weights, save_z)
+        module, low_rank = self.module, None
+        weights, factors = weights[:6], weights[6:]
+        if factors:
+            adapters = getattr(module, ADAPTERS, None) or {}
+            low_rank = tuple(
+                LowRank(*found, adapters[name].input_dropout) if name in adapters else None
+                for name, found in zip(names_of(module), (factors[:3], factors[3:]), strict=True)
+            )
+        weights = ExpertWeights(*weights) if weights else weights_of(module)
+        return compute_experts(module, x, routing_weights, plan, weights, save_z, low_rank)

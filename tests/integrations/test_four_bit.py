@@ -1,7 +1,6 @@
 """Experts of 4 bits in transformers' models: gpt-oss's published layout, adapters on it, other models."""
 
 import json
-import types
 
 import pytest
 import torch
@@ -294,19 +293,6 @@ def test_offloaded_by_accelerate():
         accelerate.cpu_offload(layer.mlp, execution_device="cpu", offload_buffers=True)
         assert all(t.is_meta for t in (*layer.mlp.parameters(), *layer.mlp.buffers()))
     assert torch.equal(model(TOKENS).logits, want)
-
-
-def test_ranks_share_no_experts_of_4_bits():
-    """Of transformers' models."""
-    model, one = tiny("qwen3_moe"), types.SimpleNamespace(size=lambda: 1)
-    weight = model.model.layers[0].mlp.experts.down_proj
-    weight.placements = ()  # as a DTensor has
-    with pytest.raises(ValueError, match="down_proj of Qwen3MoeExperts is shared among ranks"):
-        quantize_experts(model, "mxfp4")
-    del weight.placements
-    quantize_experts(model, "mxfp4")
-    with pytest.raises(ValueError, match="does not support experts of 4 bits, as Qwen3MoeExperts has"):
-        file.DispatchedExperts(model.model.layers[0].mlp.experts, one, one)
 
 
 def test_a_weight_without_4_bits_stays():

@@ -7,14 +7,7 @@ import torch.distributed as dist
 
 from moe_aiter.config import interpret
 from moe_aiter.distributed import clip_grad_norm_
-from moe_aiter.integrations.transformers import (
-    ADAPTERS,
-    NAME,
-    check,
-    parallel_interface,
-    register,
-    unregister,
-)
+from moe_aiter.integrations.transformers import NAME, check, parallel_interface, register, unregister
 
 from ..distributed.ranks import leave
 from .families import VOCAB, experts_of, tiny_model
@@ -85,9 +78,6 @@ def one_rank(rank: int, folder: str) -> None:
     model = load(folder, "qwen3_moe")
     results["check"] = check(model)
     model.save_pretrained(f"{folder}/saved")
-    vars(experts_of(model)[0])[ADAPTERS] = {"down_proj": None}
-    with pytest.raises(ValueError, match="does not support experts with adapters"):
-        model(tokens)
     with pytest.raises(ValueError, match="needs tp_size=1, not 2"):
         load(folder, "qwen3_moe", fsdp_size=1, tp_size=2)
     with pytest.raises(ValueError, match="Qwen3MoeExperts runs 'eager': pass experts_implementation="):

@@ -361,6 +361,13 @@ def double_quantized(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return numbers.flatten()[: len(rest)].view_as(absmax), nested, offset.repeat(len(absmax)), table
 
 
+def rounded_scales(absmax: Tensor) -> Tensor:
+    """Return the absmax (E, N, blocks) of NF4 in float32, rounded as double quantisation does."""
+    numbers, nested, offset, table = double_quantized(absmax)
+    table = torch.cat([table.new_zeros(len(CODES["nf4"])), table])
+    return expanded_scales(None, numbers, nested, offset, table, "nf4")[0]
+
+
 def absmax_table(device: torch.device) -> Tensor:
     """The 256 values that double quantisation rounds to: 0, 1, and 2 ** i steps in [0.1, 1] * 10 ** (i - 6).
 

@@ -1,0 +1,297 @@
+"""Adapters and weights of 4 bits of experts that transformers shares among processes: as in one process."""
+
+import json
+import pathlib
+import types
+
+import forked
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_aiter.config import interpret
+from moe_aiter.distributed import clip_grad_norm_, parameter_groups
+from moe_aiter.integrations import peft as our_peft
+from moe_aiter.integrations.four_bit import load_gpt_oss, quantize_experts
+from moe_aiter.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from moe_aiter.integrations.sharded import shard_factors, share_published
+from moe_aiter.integrations.transformers import (
+    ADAPTERS,
+    NAME,
+    check,
+    is_experts,
+    parallel_interface,
+    register,
+)
+from moe_aiter.kernels.quantize.four_bit import quantized
+
+from ..distributed.ranks import leave, whole
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+pytest.importorskip("transformers", reason="transformers is not installed")
+if torch.accelerator.current_accelerator() is not None:
+    pytest.skip("transformers uses the accelerator, with one rank on each", allow_module_level=True)
+if parallel_interface() is None:
+    pytest.skip("this transformers has no ep_implementation", allow_module_level=True)
+
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+WORLD, STEPS = 2, 50
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
+    "head_dim": 8,
+}  # fmt: skip
+FAMILIES = {
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
+}
+LORA = {"rank": 4, "alpha": 8}
+CASES = {  # the family, its weights in 4 bits, the adapters, the mesh, and the dispatcher's options
+    "lora": ("qwen3_moe", None, {}, {}, {}),
+    "transposed, windows": ("gpt_oss", None, {"rslora": True}, {}, {"rows": 0.2, "max_tokens": 80}),
+    "dora": ("gpt_oss", None, {"dora": True}, {}, {}),
+    "no kernel has its gate": ("qwen3_moe", None, {}, {}, {}),
+    "transformers' dispatcher": (
+        "gpt_oss", "published", {"targets": ("down_proj",)}, {"ep_implementation": "all_to_all"}, {},
+    ),
+    "fsdp alone": ("qwen3_moe", None, {"dora": True}, {"ep_size": 1}, {}),
+    "mxfp4": ("gpt_oss", "published", {}, {}, {}),
+    "mxfp4, fsdp alone": ("gpt_oss", "published", {}, {"ep_size": 1}, {}),
+    "nf4": ("qwen3_moe", "nf4", {}, {}, {}),
+    "nf4, dora": ("qwen3_moe", "nf4", {"dora": True}, {}, {}),
+}  # fmt: skip
+LOADED = "lora", "nf4"
+TRAINED = "lora", "nf4", "mxfp4"
+
+
+def batch(world: int = WORLD) -> torch.Tensor:
+    return torch.randint(32, (world, 2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def load(folder: pathlib.Path, case: str, adapted: bool = True, seed: int = 3, **options):
+    family, bits, lora, _, _ = CASES[case]
+    if bits == "published":
+        model = load_gpt_oss(folder / "published", dtype=torch.float32, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / family, experts_implementation=NAME, dtype=torch.float32, **options
+        )
+    if bits == "nf4":
+        quantize_experts(model, bits)
+    for experts in filter(is_experts, model.modules()) if case == "no kernel has its gate" else ():
+        experts.act_fn = nn.Tanh()
+    torch.manual_seed(seed)
+    if adapted:
+        add_lora(model, **LORA | lora)
+        for p in adapters(model):  # as after some training
+            torch.manual_seed(p.dim())
+            p.data += 0.1 * like(torch.randn(p.shape), p)
+    return model
+
+
+def adapters(model) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if ADAPTERS in name]
+
+
+def like(t: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Shard `t` as `p` is."""
+    if not hasattr(p, "placements"):
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None)
+
+
+def step(model, tokens: torch.Tensor) -> dict:
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach(), "norm": clip_grad_norm_(model.parameters(), 1e9), **grads}
+
+
+def train(model, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of each step."""
+    optimizer, losses = torch.optim.Adam(parameter_groups(model), 1e-2), []
+    for _ in range(STEPS):
+        losses.append(step(model, tokens)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def meshes(**sizes) -> dict:
+    sizes = {"fsdp_size": WORLD, "ep_size": WORLD, "ep_implementation": NAME} | sizes
+    return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def one_rank(rank: int, folder: pathlib.Path) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
+    tokens, results = batch()[rank], {}
+    for case, (_, _, _, sizes, options) in CASES.items():
+        register(**{"rows": 2.0, "max_tokens": 10**3} | options)
+        model = load(folder, case, **meshes(**sizes))
+        results[case] = step(model, tokens)
+        if case == "transposed, windows":
+            results["check"] = check(model)
+            save_lora(model, folder / "stacked")
+            save_lora(model, folder / "per expert", per_expert=True)
+            merge_lora(model)
+            results["merged"] = model(tokens).logits.detach()
+    for case in LOADED:
+        model = load(folder, case, adapted=False, **meshes())
+        load_lora(model, folder / "written")
+        results[case, "loaded"] = step(model, tokens)
+        save_lora(model, folder / f"read {case}")
+    load(folder, "mxfp4", adapted=False, **meshes()).save_pretrained(folder / "again")
+    refused(folder, tokens)
+    torch.save(results, folder / f"{rank}.pt")
+    leave()
+
+
+def refused(folder: pathlib.Path, tokens: torch.Tensor) -> None:
+    model = load(folder, "lora", adapted=False, **meshes(ep_size=1))
+    with pytest.raises(ValueError, match="is sharded, but not by experts: load with an ep_size above 1"):
+        quantize_experts(model)
+    our_peft.register()
+    for how in (NAME, "all_to_all"):
+        model = load(folder, "lora", adapted=False, **meshes(ep_implementation=how))
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[], target_parameters=names))
+        with pytest.raises(ValueError, match="this rank has 2 of 4 experts, but PEFT's adapters are not sha"):
+            model(tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    register()
+    for family, sizes in FAMILIES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **SIZES | sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        model.save_pretrained(folder / family)
+    publish(folder / "gpt_oss", folder / "published")
+    save_lora(load(folder, "lora"), folder / "written")
+    forked.call(one_rank, WORLD, folder)
+    return folder
+
+
+def publish(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write gpt-oss as it is published, its experts in MXFP4."""
+    state = load_file(source / "model.safetensors")
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        w = quantized(state.pop(name).mT, "mxfp4")
+        state |= {f"{name}_blocks": w.packed.unflatten(2, (-1, 16)), f"{name}_scales": w.scales}
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+def as_one(model, got: list[dict], tokens: torch.Tensor) -> None:
+    want = step(model, tokens)
+    close(torch.stack([results["loss"] for results in got]).mean(), want["loss"])
+    for results in got:
+        assert results.keys() == want.keys()
+        for name in want.keys() - {"loss"}:
+            close(results[name], want[name])
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_process(folder, ranks, case):
+    as_one(load(folder, case), [results[case] for results in ranks], batch().flatten(0, 1))
+
+
+def test_saved_and_merged(folder, ranks):
+    """The files are those of one process, tensor by tensor."""
+    model = load(folder, "transposed, windows")
+    for kind in ("stacked", "per expert"):
+        save_lora(model, folder / "alone", per_expert=kind == "per expert")
+        got, want = (load_file(folder / name / "adapter_model.safetensors") for name in (kind, "alone"))
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+        got, want = ((folder / name / "adapter_config.json").read_text() for name in (kind, "alone"))
+        assert got == want
+    merge_lora(model)
+    for results, tokens in zip(ranks, batch(), strict=True):
+        assert {path.path for path in results["check"].values()} == {"two products"}
+        close(results["merged"], model(tokens).logits)
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_loaded(folder, ranks, case):
+    model = load(folder, case, adapted=False)
+    load_lora(model, folder / "written")
+    as_one(model, [results[case, "loaded"] for results in ranks], batch().flatten(0, 1))
+    names = f"read {case}", "written"
+    got, want = (load_file(folder / name / "adapter_model.safetensors") for name in names)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_published_weights_are_saved_as_published(folder, ranks):
+    got, want = (load_file(folder / name / "model.safetensors") for name in ("again", "published"))
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_what_cannot_be_shared():
+    config = types.SimpleNamespace(tp_size=2)
+    model = types.SimpleNamespace(_mesh_manager=True, config=types.SimpleNamespace(distributed_config=config))
+    weight = types.SimpleNamespace(placements=(types.SimpleNamespace(dim=1),))
+    with pytest.raises(ValueError, match="need whole experts, but tp_size=2 divides each of them"):
+        shard_factors(None, model, weight)
+    experts, three = nn.Module(), types.SimpleNamespace(size=lambda: 3)
+    experts.register_buffer("down_proj_blocks", torch.zeros(4, 2, 1, 16))
+    with pytest.raises(ValueError, match="Module has 4 experts, which ep_size=3 does not divide"):
+        share_published(experts, three)
+
+
+def trained(rank: int, folder: pathlib.Path, world: int, mesh: dict) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/{world}-{'-'.join(mesh)}", rank=rank, world_size=world)
+    register(max_tokens=10**3)
+    tokens, results = batch(world)[rank], {}
+    for case in TRAINED:
+        seed = 100 if "dp_replicate_size" in mesh and rank > 1 else 3  # the first copy's adapters are for all
+        model = load(folder, case, seed=seed, **meshes(**mesh))
+        results[case] = step(model, tokens)
+        model.zero_grad()
+        results[case, "losses"] = train(model, tokens)
+    torch.save(results, folder / f"trained {rank}.pt")
+    leave()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "world, mesh",
+    [(2, {}), (4, {"fsdp_size": 4}), (4, {"dp_replicate_size": 2})],
+    ids=["ep 2", "ep 2, efsdp 2", "ep 2, replicated"],
+)
+def test_training(folder, world, mesh):
+    """The losses of 50 steps."""
+    forked.call(trained, world, folder, world, mesh)
+    ranks = [torch.load(folder / f"trained {rank}.pt") for rank in range(world)]
+    for case in TRAINED:
+        model, tokens = load(folder, case), batch(world).flatten(0, 1)
+        as_one(model, [results[case] for results in ranks], tokens)
+        model.zero_grad()
+        want = train(model, tokens)
+        losses = torch.stack([results[case, "losses"] for results in ranks]).mean(0)
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5)
+        assert losses[-1] < 0.8 * losses[0]
