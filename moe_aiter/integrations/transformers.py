@@ -7,7 +7,8 @@
 
 For a model that is loaded already, call `model.set_experts_implementation("moe_aiter")`.  It works for every
 model whose experts have transformers' decorator `use_experts_implementation`: Mixtral, Qwen3-MoE, OLMoE,
-DeepSeek-V3, gpt-oss and more.  Parameters keep their names, shapes and values, and so do checkpoints.
+DeepSeek-V3, gpt-oss and more, and for the classes of `other_experts.OTHERS`, which lack it: Llama 4, DBRX,
+LongCat-Flash and more.  Parameters keep their names, shapes and values, and so do checkpoints.
 
 `check(model)` prints which kernels each experts module runs.
 
@@ -15,17 +16,14 @@ Several GPUs: `DistributedConfig(..., ep_implementation="moe_aiter")`, see `Disp
 """
 
 import sys
-import types
 import warnings
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import FLOATS, cast_as_linear, check_positive, check_sizes, checked
 from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.experts.mlp import expert_rows, mix_experts
@@ -39,8 +37,20 @@ from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
-from ..private_api import is_changed, is_of_torchao, own_buffers, own_modules, own_parameters
+from ..private_api import is_of_torchao, own_buffers, own_modules, own_parameters
 from ..routing.plan import RoutePlan, make_plan, unpermute
+from .gates import full_name, gate_and_reason
+from .other_experts import (
+    NAME,
+    NOT_OURS,
+    class_of,
+    follow_configurations,
+    give_configurations,
+    implementation_of,
+    path_of_other,
+    reason_of,
+    transformers_version,
+)
 from .sharded import BLOCKS, SCALES, kept
 
 if TYPE_CHECKING:
@@ -48,50 +58,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "known_gate", "register", "unregister"]
 
-NAME = "moe_aiter"
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
 SCALE_INV = "_scale_inv"  # how the scales of a weight in FP8 are called, after its name
 OLDEST = (5, 7)  # those before know a fixed list of names
-
-# activation functions by what they are called: f of a plain activation; f of a gated one, f(gate) * up
-FUNCTIONS = {
-    "torch.nn.modules.activation.SiLU": ("silu", "swiglu"),
-    "transformers.activations.SiLUActivation": ("silu", "swiglu"),
-    "transformers.activations.GELUActivation": ("gelu", "geglu"),
-    "transformers.activations.GELUTanh": (None, "geglu_tanh"),
-    "torch.nn.modules.activation.ReLU": ("relu", "reglu"),
-    "transformers.activations.ReLUSquaredActivation": ("relu2", None),
-}
-
-
-class Gate(NamedTuple):
-    """A method `_apply_gate`: f(gate) * up with f = `module.act_fn`, or SwiGLU with limits."""
-
-    interleaved: bool = False
-    limit: str | None = None  # what the module calls the limit of gate and up
-    alpha: str | None = None  # and alpha, which is 1 otherwise
-    up_offset: float = 0.0
-    calls_act_fn: bool = True  # whether it calls `module.act_fn`, which must be SiLU if there is a limit
-
-
-OAI = Gate(limit="limit", alpha="alpha", up_offset=1.0, calls_act_fn=False)
-HY = Gate(limit="swiglu_limit", calls_act_fn=False)
-GATES = {  # by the name of the method
-    "transformers.integrations.moe._default_apply_gate": Gate(),
-    **{
-        "transformers.models.{0}.modeling_{0}.{1}._apply_gate".format(*name.split(".")): gate
-        for name, gate in {
-            "beam.BeamExperts": Gate(),
-            "deepseek_v4.DeepseekV4Experts": Gate(limit="limit"),
-            "glm5_next.Glm5NextTextExperts": HY,
-            "gpt_oss.GptOssExperts": OAI._replace(interleaved=True),
-            "hy_v4.HYV4Experts": HY,
-            "hy_v4_vl.HYV4VLExperts": HY,
-            "minimax_m3_vl.MiniMaxM3VLExperts": OAI._replace(limit="swiglu_limit", alpha="swiglu_alpha"),
-            "openai_privacy_filter.OpenAIPrivacyFilterExperts": OAI,
-        }.items()
-    },
-}
 
 _originals = {}  # methods of PreTrainedModel, while those that warn are in their places
 _inside = ContextVar("inside", default=False)  # while a model is made, in which further models are its parts
@@ -168,7 +137,7 @@ def interface() -> type:
         import transformers
     except ImportError as error:
         raise ImportError(needed) from error
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    if transformers_version() < OLDEST:
         raise ImportError(f"{needed} (here is {transformers.__version__})")
     from transformers.integrations.moe import ExpertsInterface
 
@@ -199,12 +168,14 @@ def parallel_interface() -> type | None:
 def warns_after_making(method):
     @wraps(method)
     def run(cls, *args, **kwargs):
+        follow_configurations()
         is_part, token = _inside.get(), _inside.set(True)
         try:
             made = method(cls, *args, **kwargs)
         finally:
             _inside.reset(token)
         model = made[0] if isinstance(made, tuple) else made  # from_pretrained may add what it has loaded
+        give_configurations(model)
         if not is_part and any(implementation_of(module) == NAME for module in model.modules()):
             warn_if_unused(model)
         return made
@@ -217,6 +188,8 @@ def warns_after_switching(method):
     def run(self, experts_implementation):
         method(self, experts_implementation)
         given = experts_implementation
+        follow_configurations()
+        give_configurations(self, given)
         if NAME in (given.values() if isinstance(given, dict) else [given]):
             warn_if_unused(self)
 
@@ -225,18 +198,24 @@ def warns_after_switching(method):
 
 def warn_if_unused(model: nn.Module) -> None:
     """Warn, once for its class, of a model without an experts module that could run here."""
-    if type(model) not in warned and not any(map(is_experts, model.modules())):
+    if type(model) not in warned and not any(map(can_run, model.modules())):
         warned.add(type(model))
         warnings.warn(
             f"experts_implementation={NAME!r} changes nothing in {type(model).__name__}: none of its modules "
-            "has transformers' decorator use_experts_implementation, so transformers' own code runs",
+            "has transformers' decorator use_experts_implementation or can run without, so transformers' own "
+            "code runs",
             stacklevel=3,
         )
 
 
-def implementation_of(module: nn.Module) -> str | None:
-    """The name in the configuration of a model or of experts."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+def can_run(module: nn.Module) -> bool:
+    return not reason_of(module) if is_other(module) else is_experts(module)
+
+
+def is_other(module: nn.Module) -> bool:
+    """Whether it is of a class of `OTHERS`, and not made into one with transformers' decorator."""
+    decorated = is_experts(module) and hasattr(type(module).forward, "__wrapped__")
+    return bool(class_of(module)) and not decorated
 
 
 # what runs where
@@ -257,15 +236,21 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
     "fused": the activation runs inside the two products.  "two products": the activation is an op between
     them.  "whole weights": PEFT adds its adapter to a weight in each forward pass, and our products take the
     sum.  "not ours": transformers' own code runs.  A module without transformers' decorator of experts is
-    listed, as not ours, if the name of its class has "Expert" in it or ends in "MoE".
+    listed if its class is in `other_experts.OTHERS`, and as not ours if it is in `NOT_OURS` or if the name
+    of its class has "Expert" in it or ends in "MoE".
     """
     adapted = adapted_by_peft(model)
     found = {}
     for name, module in model.named_modules():
-        if is_experts(module):
+        if is_experts(module) and not is_other(module):
             found[name] = path_of(module, module in adapted, adapted.get(module))
-        elif looks_like_experts(module) and not any(name.startswith(f"{above}.") for above in found):
-            why = "its class lacks transformers' decorator use_experts_implementation"
+        elif any(name.startswith(f"{above}.") for above in found):
+            continue
+        elif is_other(module):
+            found[name] = ModulePath(type(module).__name__, *path_of_other(module))
+        elif looks_like_experts(module):
+            lacks = "its class lacks transformers' decorator use_experts_implementation"
+            why = NOT_OURS.get(full_name(type(module)), lacks)
             found[name] = ModulePath(type(module).__name__, "not ours", why)
     alike = {}
     for name, path in found.items():
@@ -320,11 +305,12 @@ def adapted_by_peft(model: nn.Module) -> dict[nn.Module, str | None]:
 
 
 def looks_like_experts(module: nn.Module) -> bool:
-    """Whether the class name says so; modules around experts with transformers' decorator do not count."""
+    """Whether the class name says so; modules around experts that are listed do not count."""
     name = type(module).__name__.lower()
     named = "expert" in name or name.endswith("moe")
     ours = type(module).__module__.startswith(f"{__package__.partition('.')[0]}.")
-    return named and not ours and "shared" not in name and not any(map(is_experts, module.modules()))
+    around = any(is_experts(m) or is_other(m) for m in module.modules())
+    return named and not ours and "shared" not in name and not around
 
 
 # experts
@@ -507,42 +493,6 @@ def known_gate(module: nn.Module) -> tuple[str, bool] | None:
             f"module must have transformers' decorator of experts, but is {type(module).__name__}"
         )
     return gate_and_reason(module)[0]
-
-
-def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
-    """Return what `known_gate` returns, and if it is None the reason."""
-    plain, gated = FUNCTIONS.get(function_name(getattr(module, "act_fn", None)), (None, None))
-    other = None, "no kernel has its activation function, or the function has hooks"
-    if not module.has_gate:
-        return ((plain, False), "") if plain else other
-    gate = GATES.get(full_name(type(module)._apply_gate))
-    if "_apply_gate" in vars(module) or gate is None:
-        return None, "no kernel has its method _apply_gate"
-    if gate.limit is None:
-        return ((gated, gate.interleaved), "") if gated else other
-    if gate.calls_act_fn and gated != "swiglu":
-        return other
-    limit = getattr(module, gate.limit, None)
-    alpha = getattr(module, gate.alpha, None) if gate.alpha else 1.0
-    try:
-        return (swiglu_limit(limit, limit, alpha, gate.up_offset), gate.interleaved), ""
-    except (TypeError, ValueError) as error:
-        return None, f"the kernels do not have its gate with these constants: {error}"
-
-
-def full_name(kind) -> str:
-    """Return the full name of a class, or of a function that wraps no other function; otherwise ""."""
-    if not isinstance(kind, (type, types.FunctionType)) or hasattr(kind, "__wrapped__"):
-        return ""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def function_name(act_fn) -> str:
-    """Return the name of an activation's class, or "" if the module has hooks or a `forward` of its own."""
-    if not isinstance(act_fn, nn.Module):
-        return "torch.nn.modules.activation.SiLU" if act_fn is F.silu else ""
-    kind = type(act_fn)
-    return "" if is_changed(act_fn, (kind.__call__, kind.forward)) else full_name(kind)
 
 
 LowRanks = tuple[LowRank | None, LowRank | None]  # the factors of both weights' adapters
