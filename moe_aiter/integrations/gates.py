@@ -83,7 +83,7 @@ def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
 def gate_before(limit: float) -> float:
     """Return the gate whose SiLU is `limit` > 0: to hold one there is to hold the other, as SiLU grows.
 
-    Newton's method, from above in a convex function.
+    Newton's method; SiLU's slope is between 0.5 and 1.1 there.
     """
     check_positive(limit=limit)
     gate = limit + 1.0

@@ -25,6 +25,13 @@ from .gates import FUNCTIONS, full_name, function_name
 __all__: list[str] = []
 
 NAME = "moe_aiter"
+DECORATED = {  # what transformers' decorator says of a class that computes as most do
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "_is_expert_parallel": False,
+}
 
 
 class Between(NamedTuple):
@@ -77,8 +84,9 @@ def llama4(module: Any, _: Between, x: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = module.router(x)  # (T, E): 0 for experts that are not chosen
     weights, ids = scores.topk(module.top_k)
     rows = (x[:, None] * weights[..., None]).flatten(0, 1)  # (T*k, H)
-    out = module.experts(rows, ids.view(-1, 1)).view(*ids.shape, module.hidden_dim).sum(1)
-    return module.shared_expert(x).add_(out), logits
+    routed = module.experts(rows, ids.view(-1, 1)).view(*ids.shape, module.hidden_dim).sum(1)
+    shared = module.shared_expert(x)
+    return shared + routed.to(shared.dtype), logits
 
 
 def llama4_experts(module: Any, between: Between, rows: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -265,6 +273,19 @@ def follow_configurations() -> None:
         done = found is None or hasattr(found.forward, "__wrapped__")  # here, or by transformers' decorator
         if not done and other.oldest <= transformers_version():
             found.forward = following(found.forward, other)
+            if other.forward is None:
+                found.__init__ = keeping_configuration(found.__init__)
+                for flag, value in DECORATED.items():
+                    setattr(found, flag, value)
+
+
+def keeping_configuration(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: nn.Module, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        self.config = config
+
+    return __init__
 
 
 def following(original: Callable[..., Any], other: Other) -> Callable[..., Any]:
@@ -303,9 +324,6 @@ def give_configurations(model: nn.Module, given: str | dict[str, str] | None = N
         others = [m for m in owner.modules() if asks(m) and (given is None or not replaced_before(m))]
         for module in others:
             module.config = owner.config
-            if OTHERS[class_of(module)].forward is None:  # it computes as one with the decorator
-                flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-                vars(module).update({"_is_expert_parallel": False} | vars(module) | flags)
         if others and given is not None:
             name = given_to(model, given, owner.config)
             if NAME in (name, owner.config._experts_implementation):

@@ -89,7 +89,7 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
     if (of_fp8 := fp8_interface()) is not None:
         of_fp8.register(NAME, experts_forward)
     if (parallel := parallel_interface()) is not None:
-        parallel.register(NAME, DispatchedExperts)
+        parallel.register(NAME, implementation())
     options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
     _options.update((name, value) for name, value in options.items() if value is not None)
     if summed_weights not in FINDERS:
@@ -471,7 +471,7 @@ def runs_fused(module: nn.Module) -> bool:
 
 def summed_weights(module: nn.Module) -> tuple[str, ...]:
     """For `use_main_grad`: what the weights are called, of experts that run here and fused."""
-    if not is_experts(module) or module.config._experts_implementation != NAME or not runs_fused(module):
+    if not is_experts(module) or implementation_of(module) != NAME or not runs_fused(module):
         return ()
     return names_of(module)
 
@@ -543,21 +543,22 @@ class DispatchedExperts:
         )
 
     transformers shards the parameters while it loads them, and makes one of these for each experts module.
-    Each rank has tokens of its own; gradients are those of the mean of the ranks' losses.
+    Each rank has tokens of its own; gradients are those of the mean of the ranks' losses.  With `tp_size`
+    above 1, the ranks of a tensor-parallel group have the same tokens, of which each sends an equal part.
     Adapters of `integrations.lora` and weights of 4 bits are shared with their experts.
-    Raises ValueError with `tp_size` above 1, for experts that do not run on our kernels or whose parameters
-    the `ep_plan` does not shard, and in a call for adapters of PEFT.
+    Raises ValueError for experts that do not run on our kernels or whose parameters the `ep_plan` does not
+    shard, and in a call for adapters of PEFT.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: "DeviceMesh", tp_mesh: "DeviceMesh"):
         from ..distributed import ExpertDispatcher
 
         kind = type(experts).__name__
-        if tp_mesh.size() > 1:
+        if not is_experts(experts):
             raise ValueError(
-                f"ep_implementation={NAME!r} needs tp_size=1, not {tp_mesh.size()}: ranks differ in tokens"
+                f"ep_implementation={NAME!r} needs experts with transformers' decorator, which {kind} lacks"
             )
-        if not is_experts(experts) or implementation_of(experts) != NAME:
+        if implementation_of(experts) != NAME:
             raise ValueError(
                 f"ep_implementation={NAME!r} needs experts on our kernels, but {kind} runs "
                 f"{implementation_of(experts)!r}: pass experts_implementation={NAME!r} too"
@@ -567,6 +568,7 @@ class DispatchedExperts:
             raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")
         self.module = experts
         self.dispatcher = ExpertDispatcher(ep_mesh.get_group(), weights[0].shape[0], **_options)
+        super().__init__(experts, ep_mesh, tp_mesh)  # of transformers' EPImplementation
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Do as `experts_forward` for this rank's tokens; ids count all experts."""
@@ -574,9 +576,13 @@ class DispatchedExperts:
 
     def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_experts = self.dispatcher.num_experts
-        plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
+        ids = top_k_index.masked_fill(top_k_index == num_experts, -1)
         x = hidden_states.to(weights_of(self.module).down.dtype)  # before it travels
-        return self.dispatcher(self, x, top_k_weights, plan)
+        if self.tp_mesh.size() > 1:
+            x, top_k_weights = (own_tokens(t, self.tp_mesh) for t in (x, top_k_weights))
+            ids = own_tokens(ids, self.tp_mesh, padding=-1)
+        out = self.dispatcher(self, x, top_k_weights, make_plan(ids, num_experts))
+        return all_tokens(out, self.tp_mesh, len(hidden_states)) if self.tp_mesh.size() > 1 else out
 
     def local_weights(self) -> Weights:
         """Return this rank's weights and the factors of its adapters; none if the module itself computes
@@ -609,3 +615,32 @@ class DispatchedExperts:
             )
         weights = ExpertWeights(*weights) if weights else weights_of(module)
         return compute_experts(module, x, routing_weights, plan, weights, save_z, low_rank)
+
+
+def implementation() -> type:
+    """Return `DispatchedExperts` as one of transformers' own `EPImplementation`s."""
+    from transformers.distributed.expert_parallel import EPImplementation
+
+    return type("DispatchedExperts", (DispatchedExperts, EPImplementation), {})
+
+
+def own_tokens(t: Tensor, mesh: "DeviceMesh", padding: int = 0) -> Tensor:
+    """Return the tokens of this rank, of (T, ...) that all ranks of `mesh` have: as many on each rank.
+
+    In backward, the gradients of all ranks come together.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from ..distributed.slots import pad
+
+    t = pad(t, -(-len(t) // mesh.size()) * mesh.size(), padding)
+    whole = DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def all_tokens(t: Tensor, mesh: "DeviceMesh", tokens: int) -> Tensor:
+    """The inverse of `own_tokens`, without the padding."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = DTensor.from_local(t, mesh, [Shard(0)], run_check=False).full_tensor()
+    return whole[:tokens].clone()  # FSDP2 warns of views

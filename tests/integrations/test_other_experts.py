@@ -11,9 +11,10 @@ from check import error
 from integrations.families import COMMON, TOP_K, VOCAB, E, H
 from torch import nn
 
+from moe_aiter import use_main_grad
 from moe_aiter.integrations import other_experts as others
 from moe_aiter.integrations.other_experts import NOT_OURS, OTHERS, transformers_version
-from moe_aiter.integrations.transformers import NAME, check, register, unregister
+from moe_aiter.integrations.transformers import NAME, check, known_gate, register, unregister
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -213,6 +214,24 @@ def test_the_dense_rows_of_llama4(calls):
     rows = torch.randn(E * 5, H)
     want = type(experts).forward.__wrapped__(experts, rows)
     assert error(experts(rows), want) < 1e-5 and calls == ["mix_experts"]
+
+
+def test_step3p7_is_as_a_class_with_the_decorator(calls):
+    model = tiny("step3p7", experts=NAME)
+    use_main_grad(model, torch.optim.SGD(model.parameters(), 0.1))
+    weights = [p for n, p in model.named_parameters() if ".experts." in n]
+    step(model, NAME)
+    assert weights and all(p.grad is None and p.main_grad.count_nonzero() for p in weights)
+    for p in weights:
+        del p.main_grad
+    known = [known_gate(m) for m in model.modules() if type(m).__name__ == "Step3p7Experts"]
+    assert known[0][0].startswith("swiglu_limit(0.4847") and known[1] == ("swiglu", False)
+    for module in model.modules():
+        if type(module).__name__ == "Step3p7Experts":
+            module.act_fn = nn.GELU()
+    want, got = step(model, "eager"), step(model, NAME)
+    assert [m.path for m in check(model).values()] == ["two products", "two products"]
+    assert_close(got, want)
 
 
 def test_another_activation(calls):

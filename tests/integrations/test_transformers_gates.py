@@ -16,6 +16,7 @@ from integrations.families import TOP_K, E, H
 from torch import nn
 from torch.func import functional_call
 
+from moe_aiter.integrations import gates
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, known_gate, register
 from moe_aiter.kernels.base.activations import swiglu_limit
@@ -31,7 +32,7 @@ LIMITED = dict.fromkeys(
     ("DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
     ("swiglu_limit(7.0, 7.0, 1.0, 0.0)", False),
 )
-UNKNOWN = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts", "Step3p7Experts"))
+UNKNOWN = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts"))
 KNOWN = OAI | PLAIN | LIMITED | UNKNOWN
 
 
@@ -168,6 +169,17 @@ def test_without_a_gate(act, known, fused):
     assert known_gate(experts) == (known and (known, False))
     assert_as_eager(experts)
     assert len(fused) == (known is not None)
+
+
+@pytest.mark.parametrize("limit", [0.01, 1.0, 7.0, 1000.0])
+def test_a_limit_on_silu(limit):
+    """Of the output, as in Step 3.7: the same as a limit on the gate."""
+    gate = gates.gate_before(limit)
+    assert math.isclose(gate / (1 + math.exp(-gate)), limit, rel_tol=1e-12)
+    z = torch.tensor(
+        [-2 * limit, -0.1, 0.5 * gate, 0.999 * gate, 1.001 * gate, 3 * gate], dtype=torch.float64
+    )
+    assert error(F.silu(z.clamp(max=gate)), F.silu(z).clamp(max=limit)) < 1e-12
 
 
 def weird(self, gate_up):

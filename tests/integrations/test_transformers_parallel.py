@@ -22,6 +22,7 @@ if parallel_interface() is None:
 
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementation
 
 WORLD = 2
 PLAN = [f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
@@ -33,8 +34,24 @@ CASES = {  # the family, changes of its configuration, of its experts, and the o
 }
 
 
+SHARED = {  # the family, and how the ranks that have the same tokens divide the model
+    "tensor and expert parallel": ("qwen3_moe", {"ep_size": WORLD}),
+    "tensor parallel all-to-all": ("qwen3_moe", {"ep_size": WORLD, "ep_implementation": "all_to_all"}),
+    **{
+        family: (family, {"ep_size": 1})
+        for family in ("mixtral", "deepseek_v3", "llama4_text", "longcat_flash")
+    },
+    "tensor parallel gpt_oss": ("gpt_oss", {"ep_size": 1}),
+}
+
+
 def batch() -> torch.Tensor:
     return torch.randint(VOCAB, (WORLD, 2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def shared_batch() -> torch.Tensor:
+    """31 tokens, of which one rank gets one more."""
+    return batch()[0, :1, :31]
 
 
 def step(model, tokens: torch.Tensor, constants: dict, checkpoints: bool = False) -> dict:
@@ -75,11 +92,13 @@ def one_rank(rank: int, folder: str) -> None:
     theirs = load(folder, "qwen3_moe", ep_implementation="all_to_all")
     results["all_to_all"] = step(theirs, tokens, {})
     results["experts replicated"] = step(load(folder, "qwen3_moe", ep_size=1), tokens, {})
+    for case, (family, how) in SHARED.items():
+        model = load(folder, family, fsdp_size=1, tp_size=WORLD, **how)
+        results[case] = step(model, shared_batch(), {})
+        assert {path.path for path in check(model).values()} == {"fused"}
     model = load(folder, "qwen3_moe")
     results["check"] = check(model)
     model.save_pretrained(f"{folder}/saved")
-    with pytest.raises(ValueError, match="needs tp_size=1, not 2"):
-        load(folder, "qwen3_moe", fsdp_size=1, tp_size=2)
     with pytest.raises(ValueError, match="Qwen3MoeExperts runs 'eager': pass experts_implementation="):
         load(folder, "qwen3_moe", experts="eager")
     with pytest.raises(ValueError, match="ep_plan leaves weights of Qwen3MoeExperts whole"):
@@ -92,7 +111,9 @@ def one_rank(rank: int, folder: str) -> None:
 def folder(tmp_path_factory):
     """The models' weights, and what both ranks made of them."""
     folder = tmp_path_factory.mktemp("models")
-    for name, (family, changes, _, _) in CASES.items():
+    models = {name: (family, changes) for name, (family, changes, _, _) in CASES.items()}
+    models |= {family: (family, {}) for family, _ in SHARED.values() if family not in models}
+    for name, (family, changes) in models.items():
         torch.manual_seed(0)
         tiny_model(family, **changes).save_pretrained(folder / name)
     forked.call(one_rank, WORLD, str(folder))
@@ -116,6 +137,24 @@ def test_as_one_process(folder, ranks, case):
         assert results.keys() == want.keys()
         for name, gradient in want.items():
             close(results[name], gradient)
+
+
+def test_the_class_that_transformers_gets():
+    register()
+    found = parallel_interface()._global_mapping[NAME]
+    assert issubclass(found, EPImplementation) and not found.needs_shared_batch
+    with pytest.raises(ValueError, match="with transformers' decorator, which Linear lacks"):
+        found(torch.nn.Linear(2, 2), None, None)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_with_the_same_tokens(folder, ranks, case):
+    model = AutoModelForCausalLM.from_pretrained(folder / SHARED[case][0], experts_implementation="eager")
+    want = step(model, shared_batch(), {})
+    for results in ranks:
+        assert results[case].keys() == want.keys()
+        for name, gradient in want.items():
+            close(results[case][name], gradient)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
