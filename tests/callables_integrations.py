@@ -16,15 +16,16 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from moe_aiter import integrations
-from moe_aiter.integrations import checkpoints, four_bit, lora, monitor, transformers
+from moe_aiter.integrations import checkpoints, four_bit, lora, monitor, prime_rl, transformers
 
 FOLDER = tempfile.TemporaryDirectory()  # for as long as the tests run
 ROOT = pathlib.Path(FOLDER.name)
+APART = {"auto", "axolotl"}  # tests/upstream/trainers.py has them
 TITAN = importlib.util.find_spec("torchtitan") is not None
 MODULES = [
     importlib.import_module(f"moe_aiter.integrations.{module.name}")
     for module in pkgutil.iter_modules(integrations.__path__)
-    if module.name != "torchtitan" or TITAN
+    if module.name not in APART and (module.name != "torchtitan" or TITAN)
 ]
 RESULTS = {"CheckpointError", "Report"}  # raised and returned
 
@@ -113,11 +114,32 @@ CALLS = {
     ),
     "monitor.MonitorCallback": (monitor.MonitorCallback, lambda: {"prefix": "moe", "group": None}),
     "monitor.watch": (monitor.watch, lambda: {"trainer": trainer(), "prefix": "moe", "group": None}),
+    "prime_rl.run_experts": (
+        prime_rl.run_experts,
+        lambda: {
+            "x": torch.randn(3, 16),
+            "w1": torch.randn(6, 8, 16),
+            "w2": torch.randn(6, 16, 8),
+            "w3": torch.randn(6, 8, 16),
+            "expert_ids": torch.tensor([[0, 1], [2, 5], [3, 4]]),
+            "scores": torch.rand(3, 2),
+            "num_experts": 6,
+        },
+    ),
     "transformers.register": (
         transformers.register,
         lambda: {"rows": 2.0, "max_tokens": 64, "keep_x": False},
     ),
     "transformers.check": (transformers.check, lambda: {"model": model()}),
+    "transformers.experts_forward": (
+        transformers.experts_forward,
+        lambda: {
+            "module": model().model.layers[0].mlp.experts,
+            "hidden_states": torch.randn(3, 16),
+            "top_k_index": torch.tensor([[0, 1], [2, 5], [3, 4]]),
+            "top_k_weights": torch.rand(3, 2),
+        },
+    ),
     "transformers.known_gate": (
         transformers.known_gate,
         lambda: {"module": model().model.layers[0].mlp.experts},

@@ -24,7 +24,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.base.check import FLOATS, cast_as_linear, check_positive, check_sizes, checked
+from ..kernels.base.check import (
+    FLOATS,
+    cast_as_linear,
+    check_axes,
+    check_device,
+    check_float,
+    check_index,
+    check_positive,
+    check_size,
+    check_sizes,
+    checked,
+)
 from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
@@ -56,7 +67,7 @@ from .sharded import BLOCKS, SCALES, kept
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check", "known_gate", "register", "unregister"]
+__all__ = ["check", "experts_forward", "known_gate", "register", "unregister"]
 
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
 SCALE_INV = "_scale_inv"  # how the scales of a weight in FP8 are called, after its name
@@ -340,9 +351,16 @@ def experts_forward(
     products beside each weight's; then the activation is an op of its own as well.
 
     A weight with a `main_grad` gets its gradient added there, as in `Experts`; `use_main_grad` gives it one.
-    Raises ValueError where that cannot be, with an adapter or a gate that is not fused; else as `expert_mlp`
-    does.
+    Raises ValueError where that cannot be, with an adapter or a gate that is not fused, and for sizes or
+    devices that disagree; TypeError for a module without transformers' decorator of experts, and for dtypes.
     """
+    check_is_experts(module)
+    choices = {"top_k_index": (top_k_index, "T, k"), "top_k_weights": (top_k_weights, "T, k")}
+    check_axes(hidden_states=(hidden_states, "T, H"), **choices)
+    check_index(top_k_index=top_k_index)
+    check_float(hidden_states=hidden_states)
+    check_float(top_k_weights=top_k_weights)
+    check_device(hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights)
     inputs = hidden_states, top_k_index, top_k_weights
     return through(owners_of(module), partial(run_experts, module), *inputs)
 
@@ -356,7 +374,8 @@ def owners_of(module: nn.Module) -> list[nn.Module]:
 def run_experts(module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Do as `experts_forward`, where all weights have numbers."""
     weights = weights_of(module)
-    num_experts = weights.down.shape[0]
+    num_experts, hidden = weights.down.shape[:2]
+    check_size("hidden_states is (T, H={})", x.shape[1], "the experts have H={}", hidden)
     plan = make_plan(top_k_index.masked_fill(top_k_index == num_experts, -1), num_experts)
     return compute_experts(module, x, top_k_weights, plan, weights).to(x.dtype)
 
@@ -488,11 +507,15 @@ def known_gate(module: nn.Module) -> tuple[str, bool] | None:
     configuration: a configuration names only the activation function, and some models also clamp.  Raises
     TypeError for a module without transformers' decorator of experts.
     """
+    check_is_experts(module)
+    return gate_and_reason(module)[0]
+
+
+def check_is_experts(module: nn.Module) -> None:
     if not is_experts(module):
         raise TypeError(
             f"module must have transformers' decorator of experts, but is {type(module).__name__}"
         )
-    return gate_and_reason(module)[0]
 
 
 LowRanks = tuple[LowRank | None, LowRank | None]  # the factors of both weights' adapters
