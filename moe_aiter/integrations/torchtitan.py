@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import ExpertDispatcher
+from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import checked
 from ..kernels.base.host import saturated
+from ..kernels.experts.mlp import mix_experts
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.experts.split import split_expert_mlp
 from ..layers.experts import Weights, local_part
 from ..layers.route_replay import FINDERS, Foreign
@@ -31,8 +34,11 @@ if TYPE_CHECKING:
 
 try:
     from torchtitan.config import derive, override
+    from torchtitan.distributed.spmd_types import spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 except ImportError as error:
     raise ImportError(
         "moe_aiter.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3'"
@@ -76,15 +82,11 @@ class Dispatcher(AllToAllTokenDispatcher):
         return out if metadata is None else super().combine(out, metadata, x)
 
 
-class Experts(GroupedExperts):
-    """torchtitan's SwiGLU experts, as one `split_expert_mlp`; products are in bfloat16, as torchtitan's.
+class Fused:
+    """What both kinds of experts do with tokens; products are in bfloat16, as torchtitan's.
 
     A weight with a `main_grad`, `use_main_grad`'s, gets its gradient added there.
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
 
     def forward(self, x: Tensor, routing: Routing | Tensor) -> Tensor:
         """x (T, H) and their routing, or rows (R, H) sorted by expert and how many each has, (E,).
@@ -99,6 +101,20 @@ class Experts(GroupedExperts):
             return self.compute(*inputs, self.local_weights()).type_as(x)
         return routing.dispatcher(self, *inputs).type_as(x)
 
+    def main_grads(self) -> tuple[Tensor | None, ...]:
+        """Return where gradients of the weights are added, for sharded ones the part of this rank."""
+        return tuple(local_part(getattr(getattr(self, name), "main_grad", None)) for name in self.summed)
+
+
+class Experts(Fused, GroupedExperts):
+    """torchtitan's SwiGLU experts, as one `split_expert_mlp`."""
+
+    summed = WEIGHTS_IN_TURN
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
     def local_weights(self) -> tuple[Tensor, ...]:
         """Return the weights, for sharded ones the part of this rank."""
         return tuple(local_part(getattr(self, name)) for name in WEIGHTS_IN_TURN)
@@ -110,15 +126,49 @@ class Experts(GroupedExperts):
 
         All windows of a dispatcher keep their pre-activations, whatever `save_z` says.
         """
-        gate, up, down = (
-            local_part(getattr(getattr(self, name), "main_grad", None)) for name in WEIGHTS_IN_TURN
-        )
+        gate, up, down = self.main_grads()
         return split_expert_mlp(
             x, *weights, routing_weights, plan, gate_main_grad=gate, up_main_grad=up, down_main_grad=down
         )
 
 
-WEIGHTS[Experts] = WEIGHTS_IN_TURN
+class GptOssExperts(Fused, GptOssGroupedExperts):
+    """torchtitan's experts of gpt-oss, as one `expert_mlp`: gate and up interleaved, limits and biases."""
+
+    summed = "mlp1_weight_EGD", "mlp2_weight_EDF"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def local_weights(self) -> ExpertWeights:
+        """Return the weights and biases, for sharded ones the part of this rank."""
+        weights = self.mlp1_weight_EGD, self.mlp2_weight_EDF, self.mlp1_bias_EG, self.mlp2_bias_ED
+        gate_up, down, gate_up_bias, down_bias = map(local_part, weights)
+        down_bias = ScaleBiasForward.apply(down_bias, tensor_parallel_size(weights[0]), down_bias.dtype)
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, *self.main_grads())
+
+    def compute(
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
+    ) -> Tensor:
+        """Return the output of this rank's experts, with these weights in place of the parameters."""
+        w = ExpertWeights(*weights)
+        w = w._replace(gate_up=w.gate_up.to(x.dtype), down=w.down.to(x.dtype))
+        act = swiglu_limit(self.swiglu_limit, self.swiglu_limit, alpha=1.702, up_offset=1.0)
+        options = ExpertOptions(act, interleaved=True, recompute="none" if save_z else "z")
+        return mix_experts(x, w, routing_weights, plan, options)
+
+
+def tensor_parallel_size(weight: Tensor) -> int:
+    """Return how many ranks share each expert: their outputs are added, so each adds a part of the bias."""
+    if get_spmd_backend() == "spmd_types":
+        return spmd_mesh_size("tp")
+    mesh = getattr(weight, "device_mesh", None)
+    return mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+
+
+WEIGHTS.update((kind, kind.summed) for kind in (Experts, GptOssExperts))
+OURS = {GroupedExperts: Experts, GptOssGroupedExperts: GptOssExperts}
 
 
 def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
@@ -148,10 +198,10 @@ STANDARD = LocalTokenDispatcher, AllToAllTokenDispatcher
 def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
     """Replace the routed experts of a layer: the override that torchtitan calls with their configuration.
 
-    Raises TypeError for experts of another kind, such as those of gpt-oss, and for quantised ones.
+    Raises TypeError for experts of another kind, such as those of a converter for FP8 or MXFP8.
     """
-    check_supported(type(config.inner_experts), GroupedExperts.Config)
-    changed = {"inner_experts": derive(config.inner_experts, Experts.Config)}
+    ours = ours_for(type(config.inner_experts)._owner)
+    changed = {"inner_experts": derive(config.inner_experts, ours.Config)}
     if type(config.token_dispatcher) in [kind.Config for kind in STANDARD]:
         changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config)
     return replace(config, **changed)
@@ -170,17 +220,25 @@ def convert(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no RoutedExperts of torchtitan")
     for module in found:
-        check_supported(type(module.inner_experts), GroupedExperts, Experts)
+        ours_for(type(module.inner_experts))
         if module._parallelized:
             raise ValueError("convert the model before it is parallelised: its experts are wrapped already")
     for module in found:
-        module.inner_experts.__class__ = Experts
+        module.inner_experts.__class__ = ours_for(type(module.inner_experts))
         if type(old := module.token_dispatcher) in STANDARD:
             sizes = {"num_experts": old.num_experts, "top_k": old.top_k}
             module.token_dispatcher = Dispatcher(Dispatcher.Config(**sizes))
     return model
 
 
-def check_supported(kind: type, *supported: type) -> None:
-    if kind not in supported:
-        raise TypeError(f"no moe_aiter experts for {kind.__qualname__}, only for {supported[0].__qualname__}")
+def ours_for(kind: type) -> type:
+    """Return the class of ours that replaces `kind`, which may be one already."""
+    if kind in OURS.values():
+        return kind
+    if kind not in OURS:
+        known = ", ".join(kind.__qualname__ for kind in OURS)
+        raise TypeError(
+            f"no moe_aiter experts for {kind.__qualname__}, only for {known}: "
+            "leave out moe_aiter's override, or the converter that makes these experts"
+        )
+    return OURS[kind]

@@ -11,7 +11,7 @@ from .test_torchtitan import FLAVORS, moe_of, tokens
 
 
 @pytest.mark.parametrize("overridden", [False, True])
-@pytest.mark.parametrize("flavor", FLAVORS, ids=[name for name, _ in FLAVORS])
+@pytest.mark.parametrize("flavor", FLAVORS[:2], ids=[name for name, _ in FLAVORS[:2]])
 def test_replay(flavor, overridden):
     moe = moe_of(flavor, overridden)
     x = tokens(moe)
