@@ -169,6 +169,7 @@ def tensor_parallel_size(weight: Tensor) -> int:
 
 WEIGHTS.update((kind, kind.summed) for kind in (Experts, GptOssExperts))
 OURS = {GroupedExperts: Experts, GptOssGroupedExperts: GptOssExperts}
+CONFIGS = {theirs.Config: ours.Config for theirs, ours in OURS.items()}
 
 
 def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
@@ -200,8 +201,8 @@ def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
 
     Raises TypeError for experts of another kind, such as those of a converter for FP8 or MXFP8.
     """
-    ours = ours_for(type(config.inner_experts)._owner)
-    changed = {"inner_experts": derive(config.inner_experts, ours.Config)}
+    ours = replacement(type(config.inner_experts), CONFIGS)
+    changed = {"inner_experts": derive(config.inner_experts, ours)}
     if type(config.token_dispatcher) in [kind.Config for kind in STANDARD]:
         changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config)
     return replace(config, **changed)
@@ -220,25 +221,25 @@ def convert(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no RoutedExperts of torchtitan")
     for module in found:
-        ours_for(type(module.inner_experts))
+        replacement(type(module.inner_experts), OURS)
         if module._parallelized:
             raise ValueError("convert the model before it is parallelised: its experts are wrapped already")
     for module in found:
-        module.inner_experts.__class__ = ours_for(type(module.inner_experts))
+        module.inner_experts.__class__ = replacement(type(module.inner_experts), OURS)
         if type(old := module.token_dispatcher) in STANDARD:
             sizes = {"num_experts": old.num_experts, "top_k": old.top_k}
             module.token_dispatcher = Dispatcher(Dispatcher.Config(**sizes))
     return model
 
 
-def ours_for(kind: type) -> type:
+def replacement(kind: type, known: dict[type, type]) -> type:
     """Return the class of ours that replaces `kind`, which may be one already."""
-    if kind in OURS.values():
+    if kind in known.values():
         return kind
-    if kind not in OURS:
-        known = ", ".join(kind.__qualname__ for kind in OURS)
+    if kind not in known:
+        names = ", ".join(theirs.__qualname__ for theirs in known)
         raise TypeError(
-            f"no moe_aiter experts for {kind.__qualname__}, only for {known}: "
+            f"no moe_aiter experts for {kind.__qualname__}, only for {names}: "
             "leave out moe_aiter's override, or the converter that makes these experts"
         )
-    return OURS[kind]
+    return known[kind]
