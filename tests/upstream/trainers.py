@@ -86,6 +86,7 @@ def trl(folder):
 
         data = Dataset.from_list(data)
     trainer = trl.SFTTrainer(folder, args=args, train_dataset=data)
+    assert {path.path for path in check(trainer.model).values()} == {"fused"}
     trainer.train()
     assert len(trainer.state.log_history) > 0
     return AutoModelForCausalLM.from_pretrained(folder, **trainer.args.model_init_kwargs)
