@@ -416,6 +416,7 @@ def is_cast(t: Tensor | None, device: str) -> bool:
 
 
 STEP = 32  # 16-bit numbers of a row that AMX multiplies at a time
+FAR = 2**30  # of them are 2**31 bytes
 
 
 def reads_on(x: Tensor) -> bool:
@@ -430,11 +431,22 @@ def reads_on(x: Tensor) -> bool:
 
 
 def apart(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the operands of `x @ w`, (..., M, K) and (..., K, N), padded with zeros if torch `reads_on`."""
+    """Return the operands of `x @ w`, (..., M, K) and (..., K, N), padded with zeros if torch `reads_on`.
+
+    On CPUs with AMX, torch's product of 16 bits also ends the process where numbers lie 2**31 bytes apart:
+    such operands are copied.
+    """
+    if private_api.AMX and x.is_cpu and x.itemsize == 2:
+        x, w = (t.contiguous() if extent(t) >= FAR else t for t in (x, w))
     if not reads_on(x):
         return x, w
     rest = -x.shape[-1] % STEP
     return F.pad(x, (0, rest)).contiguous(), F.pad(w, (0, 0, 0, rest))
+
+
+def extent(t: Tensor) -> int:
+    """Return how many numbers behind the first of `t` the last one lies."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def multiply_apart(x: Tensor, w: Tensor) -> Tensor:

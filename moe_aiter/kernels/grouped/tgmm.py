@@ -33,6 +33,7 @@ from ..base.check import (
     check_shape,
     check_tensor,
     group_ends,
+    multiply_apart,
     split_groups,
     sum_dtype,
     take_rows,
@@ -184,7 +185,7 @@ def fill_tgmm_into(i: TgmmIntoInputs) -> None:
 def tgmm_reference(i: TgmmInputs) -> Tensor:
     x, y = operands_of(i)
     pairs = zip(split_groups(x, i.group_sizes)[:-1], split_groups(y, i.group_sizes)[:-1], strict=True)
-    products = [a.T @ b for a, b in pairs]
+    products = [multiply_apart(a.T, b) for a, b in pairs]
     return torch.stack(products) if products else x.new_zeros(0, x.shape[1], y.shape[1])
 
 
