@@ -69,6 +69,8 @@ def new_adapters(
     """Return new adapters, filled from `state`, by the names of the experts' modules, which have none yet."""
     register()
     check_parameter_dtype(dtype)
+    if "adapters" in lora:
+        raise TypeError("adapters is no option here: the experts of a model of transformers have one adapter")
     experts = experts_in(model)
     if not isinstance(targets, (tuple, list)) or not all(name in TARGETS for name in targets):
         raise ValueError(f"targets is {targets!r}, but must be a tuple of some of {', '.join(TARGETS)}")

@@ -18,7 +18,8 @@ from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.grouped.gmm import gmm
 from ..layers.by_step import Projection, experts_by_step
-from ..private_api import is_changed
+from ..layers.experts import local_part
+from ..private_api import is_changed, is_of_torchao
 from ..routing.plan import make_plan
 from .gates import FUNCTIONS, full_name, function_name
 
@@ -193,15 +194,21 @@ def base(module: nn.Module) -> nn.Module:
 
 def reason_against(module: nn.Module, other: Other) -> str:
     """Return why a module's parts or weights keep it from running here, or "" if it can."""
-    if other.forward is llama4 and not asks(base(module.experts)):
-        return f"its experts are {type(base(module.experts)).__name__}"
+    if other.forward is llama4:
+        experts = base(module.experts)
+        if not asks(experts):
+            return f"its experts are {type(experts).__name__}"
+        return reason_against(experts, OTHERS[class_of(experts)])
     for part in other.parts(module):
         own = type(part).__module__ in (type(module).__module__, "transformers.activations")
         if not own and not type(part).__module__.startswith("torch.nn.modules."):
             return f"a part is {type(part).__module__}.{type(part).__name__}"
         if is_changed(part, (type(part).__call__, type(part).forward)):
             return f"its part {type(part).__name__} has hooks or another forward"
-    dtypes = {p.dtype for p in module.parameters()} if other.forward is not llama4 else set()
+    weights = [local_part(p) for p in module.parameters()]
+    if torchaos := [p for p in weights if is_of_torchao(p)]:
+        return f"a weight is a {type(torchaos[0]).__name__} of torchao"
+    dtypes = {p.dtype for p in weights}
     if not dtypes <= set(FLOATS) or len(dtypes) > 1:
         return f"its weights are {' and '.join(sorted(map(str, dtypes)))}"
     return ""

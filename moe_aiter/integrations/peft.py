@@ -298,7 +298,8 @@ def inject_parameters(self: nn.Module, peft_config: Any, model: nn.Module, *args
         (module, name, stand_in(weight, module.is_transposed))
         for module in filter(transformers.is_experts, model.modules())
         for name in transformers.names_of(module)
-        if (weight := transformers.four_bits_of(module, name)) is not None
+        if name not in own_parameters(module)  # FP8 weights are: PEFT asks our get_param
+        and (weight := transformers.four_bits_of(module, name)) is not None
     ]
     for module, name, parameter in stand_ins:
         own_parameters(module)[name] = parameter

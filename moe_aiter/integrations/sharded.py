@@ -24,6 +24,8 @@ from ..private_api import leave_fsdp, own_buffers, own_modules, own_parameters
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+__all__: list[str] = []
+
 BLOCKS, SCALES = "_blocks", "_scales"  # how the parts of a weight in MXFP4 are called, after its name
 EP = "ep"
 

@@ -291,6 +291,8 @@ def path_of(module: nn.Module, adapted: bool, why_whole: str | None) -> ModulePa
             return ModulePath(kind, "not ours", why)
     if not dtypes <= set(FLOATS):
         return ModulePath(kind, "not ours", f"its weights are {' and '.join(map(str, dtypes))}")
+    if why_whole is not None and any(w is not None for w in packed):
+        return ModulePath(kind, "not ours", f"its weights are no tensors that PEFT can add to: {why_whole}")
     if why_whole is not None:
         return ModulePath(kind, "whole weights", why_whole)
     if any(w is not None for w in packed):
@@ -448,6 +450,15 @@ def fp8_of(module: nn.Module, weight: Tensor, scale_inv: Tensor) -> FourBit:
             f"{type(module).__name__} has scales of blocks of {tuple(module.block_size)}; "
             f"experts_implementation={NAME!r} reads those of ({ROW_BLOCK}, {ROW_BLOCK}) and of whole experts"
         )
+    if module.block_size is None and scale_inv.shape[1:] == (2, 1):  # a scale for gate, one for up
+        half = weight.shape[1] // 2
+        if half % ROW_BLOCK:
+            raise ValueError(
+                f"{type(module).__name__} has one scale for {half} rows of gates and one for up: "
+                f"experts_implementation={NAME!r} needs a multiple of {ROW_BLOCK} rows"
+            )
+        scale_inv = scale_inv.repeat_interleave(half // ROW_BLOCK, 1)
+        scale_inv = scale_inv.expand(-1, -1, -(-weight.shape[2] // ROW_BLOCK))
     return blocks_of(weight, scale_inv, dtype)
 
 

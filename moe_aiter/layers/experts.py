@@ -238,6 +238,8 @@ def ids_for(module: nn.Module, adapter_ids: Tensor | None) -> tuple[Tensor, ...]
 class SharedExpert(nn.Module):
     """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
 
+    takes_adapter_ids = True  # which torch's wrappers of modules have as well
+
     def __init__(
         self, hidden: int, intermediate: int, *, activation: str = "swiglu", bias: bool = False,
         interleaved: bool = False, gate: bool = False, device: torch.device | str | None = None,

@@ -33,7 +33,7 @@ from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .auxiliary import AuxLosses
 from .dense_gradient import with_dense_gradient
-from .experts import Experts, SharedExpert, apply_linear, ids_for, new_latent, new_shared
+from .experts import Experts, apply_linear, ids_for, new_latent, new_shared
 
 COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
 # as they are here: a class can be given another `forward` later
@@ -251,7 +251,8 @@ class MoE(nn.Module):
         adapter_ids = None if adapter_ids is None else each_token(adapter_ids, x)
         out = self.mix(tokens, expert_tokens, routing, weights, plan, mask, adapter_ids)  # (T, H)
         if self.shared is not None:
-            ids = (adapter_ids,) if isinstance(self.shared, SharedExpert) else ()
+            takes_ids = adapter_ids is not None and hasattr(self.shared, "takes_adapter_ids")
+            ids = (adapter_ids,) if takes_ids else ()
             out = hide(out + self.shared(hide(tokens, mask), *ids), mask)
         out = out.view(x.shape)
         return (out, MoERouting(routing, plan)) if return_routing else out

@@ -226,6 +226,7 @@ def test_peft_switches_disables_and_unloads(peft):
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match=r"has 4 bits: it .* takes one active adapter at a time"):
         model(TOKENS)
+    assert {path.path for path in file.check(model).values()} == {"not ours"}
     assert torch.equal(model.unload()(TOKENS).logits, plain)
     assert not any("lora" in name for name, _ in model.named_modules())
 

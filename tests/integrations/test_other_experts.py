@@ -9,6 +9,7 @@ import pytest
 import torch
 from check import error, few
 from integrations.families import COMMON, TOP_K, VOCAB, E, H
+from integrations.test_torchao import wrap
 from torch import nn
 
 from moe_aiter import use_main_grad
@@ -367,3 +368,26 @@ def test_every_class_is_in_the_documentation():
     rows |= {name.rpartition(".")[2]: "not ours" for name in NOT_OURS}
     table = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|:]+)[^|]*\|", page, re.M)
     assert {kind: "not ours" if how == "not ours" else "our kernels" for kind, how in table} == rows
+
+
+def test_llama4_with_weights_of_two_dtypes():
+    model = tiny("llama4", NAME)
+    (moe,) = (m for m in model.modules() if type(m).__name__ == "Llama4TextMoe")
+    moe.experts.down_proj.data = moe.experts.down_proj.data.bfloat16()
+    assert paths(model) == {"Llama4TextMoe": "not ours"}
+    with torch.autocast("cpu", torch.bfloat16):  # without, transformers' product refuses them
+        logits = model(TOKENS).logits
+        model.set_experts_implementation("eager")
+        assert torch.equal(model(TOKENS).logits, logits)
+
+
+@pytest.mark.parametrize("family", ["longcat_flash", "llama4", "dbrx", "jetmoe", "switch_transformers"])
+def test_weights_of_torchao_run_transformers_code(family):
+    model = tiny(family, NAME)
+    for module in list(model.modules()):
+        if type(module).__name__ in MODELS[family][3]:
+            for m in module.modules():
+                wrap(m, *(n for n, p in m.named_parameters(recurse=False) if p.dim() > 1))
+    assert set(paths(model).values()) == {"not ours"}
+    got = step(model, NAME)
+    assert_close({"output": got["output"]}, {"output": step(model, "eager")["output"]}, 1e-6)

@@ -50,8 +50,9 @@ def fill(module: nn.Module, name: str, w: Tensor) -> None:
         scale = torch.randint(118, 124, getattr(module, f"{name}_scale_inv").shape, dtype=torch.uint8)
         scale = scale.view(torch.float8_e8m0fnu)
     elif module.block_size is None:
-        scale = w.abs().amax((1, 2), keepdim=True) / 448
-        packed = (w / scale).to(torch.float8_e4m3fn)
+        rows = getattr(module, f"{name}_scale_inv").shape[1]  # two for gate and up
+        scale = w.unflatten(1, (rows, -1)).abs().amax((2, 3))[..., None] / 448
+        packed = (w / scale.repeat_interleave(w.shape[1] // rows, 1)).to(torch.float8_e4m3fn)
     else:
         packed, scale = quantize_blocks(w, True)
     setattr(module, name, nn.Parameter(packed, requires_grad=packed.is_floating_point()))
@@ -62,7 +63,9 @@ def weight_of(module: nn.Module, name: str) -> Tensor:
     packed, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
     if packed.dtype == torch.int8:
         return fp8.Fp8Dequantize(None)._unpack_fp4(packed).double() * scale.double().repeat_interleave(32, -1)
-    return packed.double() * scale if module.block_size is None else dequantize(packed, scale, torch.float64)
+    if module.block_size is None:
+        return packed.double() * scale.repeat_interleave(packed.shape[1] // scale.shape[1], 1)
+    return dequantize(packed, scale, torch.float64)
 
 
 class Product(torch.autograd.Function):
@@ -100,7 +103,8 @@ FOUR = {"weight_block_size": None, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
 def test_outputs_and_gradients(how):
     """Widths that blocks of 128 do not divide; an expert without tokens; a choice that is dropped."""
     try:
-        module = experts_of(tiny(**how))[0]
+        whole = how == {"weight_block_size": None}  # whose rows of gates must fill blocks
+        module = experts_of(tiny(256 if whole else 192, **how))[0]
     except TypeError as error:
         pytest.skip(f"this version of transformers does not know it: {error}")
     module.config.dtype = torch.float64  # in which no sum is rounded to another number of 8 bits
@@ -154,6 +158,31 @@ def test_other_blocks_are_refused(capsys):
     assert "blocks of (64, 128)" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"blocks of \(64, 128\).*reads those of \(128, 128\)"):
         model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_two_scales_in_a_block_are_refused():
+    module = experts_of(tiny(weight_block_size=None))[0]
+    with pytest.raises(ValueError, match=r"one scale for 192 rows of gates.*a multiple of 128 rows"):
+        module(torch.zeros(1, 160), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+
+
+def test_adapters_of_peft():
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    from moe_aiter.integrations import peft as ours
+
+    ours.register()
+    try:
+        model, tokens = tiny(), torch.randint(64, (2, 8))
+        logits, names = model(tokens).logits, {name for name, _ in experts_of(model)[0].named_parameters()}
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=targets))
+        assert {name for name, _ in experts_of(model)[0].named_parameters()} == names
+        assert torch.equal(made(tokens).logits, logits)
+        made(tokens, labels=tokens).loss.backward()
+        found = [p.grad for name, p in made.named_parameters() if "lora_B" in name]
+        assert len(found) == 4 and all(grad.abs().max() > 0 for grad in found)
+    finally:
+        ours.unregister()
 
 
 def test_they_are_not_quantised_again():

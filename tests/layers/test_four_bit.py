@@ -530,6 +530,8 @@ def test_fp8_scales_of_whole_experts_and_mistakes():
         from_fp8(weight, torch.rand(E, 3, 1))
     with pytest.raises(TypeError, match=r"packed must be torch.float8_e4m3fn, not torch.float8_e5m2"):
         from_fp8(weight.float().to(torch.float8_e5m2), scale)
+    with pytest.raises(TypeError, match=r"scale_inv must be float32 or float8_e8m0fnu, not torch.uint8"):
+        from_fp8(weight, power.view(torch.uint8))
 
 
 def test_awq():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Experts, LoRAExperts, LoRALinear, MoE, make_plan, quantize
@@ -296,6 +297,20 @@ def test_in_a_moe():
     masked = moe(x, mask=mask, adapter_ids=ids)
     torch.testing.assert_close(masked[mask], whole[mask])
     assert not masked[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, lambda m: torch.compile(m, backend="eager")], ids=["checkpoint", "compile"]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_wrapped_shared_expert_gets_the_ids(n, wrap):
+    moe = MoE(H, 8, num_experts=E, top_k=2, shared_intermediate=8)
+    moe.shared.gate_up = LoRALinear(moe.shared.gate_up, n, rank=2)
+    randomized(moe)
+    x, ids = torch.randn(5, H), torch.tensor([-1, 0, -1, 0, 0])
+    expected = moe(x, adapter_ids=ids)
+    moe.shared = wrap(moe.shared)
+    torch.testing.assert_close(moe(x, adapter_ids=ids), expected)
 
 
 def test_checkpointing_and_autocast():

@@ -175,6 +175,8 @@ def blocks_of(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> FourBit:
     """Return the weight of `from_fp8`, of layers/four_bit.py."""
     check_shape("weight", weight, "E", "out", "in")
     check_shape("scale_inv", scale_inv, "E", "out / 128", "in / 128")
+    if not scale_inv.is_floating_point():  # bytes of float8_e8m0fnu are no numbers
+        raise TypeError(f"scale_inv must be float32 or float8_e8m0fnu, not {scale_inv.dtype}")
     scale = scale_inv.detach().float()
     if scale.shape[1:] == (1, 1):
         scale = scale.expand(-1, *(cdiv(size, ROW_BLOCK) for size in weight.shape[1:]))
