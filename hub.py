@@ -78,5 +78,7 @@ def major_version() -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python hub.py FOLDER")
     for variant in write(pathlib.Path(sys.argv[1])):
         print(variant)

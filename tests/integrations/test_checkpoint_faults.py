@@ -419,3 +419,35 @@ def test_the_command_refuses(flags, message, tmp_path, capsys):
         status = stop.code
     assert status == 2 and message in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("latent", 8), ("selection_bias", True), ("shared_intermediate", 8), ("intermediate", 1)]
+)
+def test_damaged_record(name, value, tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    convert(tmp_path / "theirs", tmp_path / "ours", check=False)
+    record = json.loads((tmp_path / "ours" / "config.json").read_text())["moe_aiter"]
+    record["moe"][name] = value
+    change_config(tmp_path / "ours", moe_aiter=record)
+    for run in (
+        lambda: load_moe(tmp_path / "ours", "model.layers.1.mlp"),
+        lambda: convert(tmp_path / "ours", tmp_path / "x", to="hub"),
+    ):
+        with pytest.raises(CheckpointError):
+            run()
+
+
+def test_more_layers_than_tensors(tmp_path):
+    save(tmp_path / "theirs", "mixtral")
+    change_config(tmp_path / "theirs", num_hidden_layers=2**20)
+    with pytest.raises(CheckpointError, match="1048576 layers, but there are only"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_settings_changed_since(tmp_path):
+    save(tmp_path / "theirs", "deepseek_v3")
+    convert(tmp_path / "theirs", tmp_path / "ours", check=False)
+    change_config(tmp_path / "ours", n_group=2**20)
+    with pytest.raises(CheckpointError, match="groups cannot share evenly"):
+        convert(tmp_path / "ours", tmp_path / "x", to="huggingface")

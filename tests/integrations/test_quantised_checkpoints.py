@@ -12,7 +12,7 @@ from integrations.checkpoints import change, change_config, save, tensors
 from integrations.checkpoints import same as identical
 from integrations.families import tiny_model
 
-from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe
+from moe_aiter.integrations.checkpoints import CheckpointError, convert, load_moe, quantised
 
 GROUP = 8
 AWQ = 0, 2, 4, 6, 1, 3, 5, 7
@@ -137,6 +137,29 @@ def test_fp8_experts_of_transformers(tmp_path):
     torch.testing.assert_close(got.half(), torch.stack([e[1] for e in experts]), rtol=2**-7, atol=0)
 
 
+def test_stacked_experts_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """A layer of DeepSeek-V3, dequantised as a whole in float32, takes 90 GB."""
+    save(tmp_path / "theirs", "qwen3_moe", torch.bfloat16, fused=True)
+
+    def edit(found):
+        for key in [key for key in found if key.endswith(("gate_up_proj", "down_proj"))]:
+            found[f"{key}_scale_inv"] = torch.ones(*found[key].shape[:1], 1, 1)
+            found[key] = found[key].to(torch.float8_e4m3fn)
+
+    change(tmp_path / "theirs", edit)
+    change_config(tmp_path / "theirs", quantization_config={"quant_method": "fp8"})
+    axes = []
+    made = quantised.fp8_weight
+
+    def watched(settings, parts):
+        axes.append(parts["weight"].ndim)
+        return made(settings, parts)
+
+    monkeypatch.setitem(quantised.FORMATS, "fp8", quantised.FORMATS["fp8"]._replace(weight=watched))
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert set(axes) == {2}
+
+
 def lose(found):
     del found["model.layers.0.block_sparse_moe.experts.0.w1.qzeros"]
 
@@ -150,6 +173,10 @@ def centre(found):
     """Zero points of a symmetric weight of gptq_v2, where config.json says gptq."""
     key = "model.layers.0.block_sparse_moe.experts.0.w1.qzeros"
     found[key] = torch.full_like(found[key], -2004318072)  # 8 eights
+
+
+def overflow(found):
+    found[f"model.layers.0{DENSE}_scale_inv"].fill_(1e6)
 
 
 def scramble(found):
@@ -175,6 +202,7 @@ def scramble(found):
         ("symmetric", compressed(group_size=0), "strategy is 'group' with group_size 0; known: group,"),
         ("fp8", {"weight_block_size": None}, "weight_block_size is None; only blocks"),
         ("fp8", {"weight_block_size": [16, 16]}, "it should be (2, 1)"),
+        ("fp8", overflow, "it has numbers that are not finite in torch.float16"),
         ("fp8-128", lambda found: found.pop(f"model.layers.0{DENSE}_scale_inv"), "but has no scales"),
     ],
 )

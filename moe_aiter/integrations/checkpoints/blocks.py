@@ -114,10 +114,14 @@ def load_moe(folder: str | Path, layer: str) -> MoE:
     family, fused, kwargs, layers = read_record(checkpoint)
     if layer not in layers:
         raise CheckpointError(f"{folder}", [f"there is no layer {layer!r}; there are {', '.join(layers)}"])
-    names = [f"{layer}.{piece.name}" for piece in family.pieces(kwargs, fused)]
-    if missing := [f"{name} is missing" for name in names if name not in checkpoint.specs]:
-        raise CheckpointError(f"{folder}", missing)
-    state = {name.removeprefix(f"{layer}."): checkpoint.read(name).clone() for name in names}
+    shapes = {f"{layer}.{piece.name}": tuple(piece.shape) for piece in family.pieces(kwargs, fused)}
+    specs = {name: checkpoint.specs.get(name) for name in shapes}
+    problems = [f"{name} is missing" for name, spec in specs.items() if spec is None]
+    problems += [f"{name} is {spec.shape}; it should be {shapes[name]}" for name, spec in specs.items()
+                 if spec is not None and spec.shape != shapes[name]]  # fmt: skip
+    if problems:
+        raise CheckpointError(f"{folder}", problems)
+    state = {name.removeprefix(f"{layer}."): checkpoint.read(name).clone() for name in shapes}
     return new_moe(kwargs, state)
 
 

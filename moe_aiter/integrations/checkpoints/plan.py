@@ -94,6 +94,8 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
     expected = {piece.name: piece.shape for piece in pieces}
     settings, outputs, used = family.settings(config), [], set()
     problems = family.problems(settings)
+    if not problems:  # they may have changed since
+        check_kwargs(family.moe_kwargs(settings), problems)
     if hub and family.renames and read_record(source)[1]:
         text = "transformers gave all keys of this checkpoint names of its own"
         problems.append(f"{text}: save it with save_original_format=True, and convert that")
@@ -142,8 +144,10 @@ def read_record(checkpoint: Checkpoint) -> tuple[Family, bool, dict, list[str]]:
         MoE(**kwargs, device="meta")
         if kwargs["num_experts"] > MOST:
             raise ValueError(f"num_experts is {kwargs['num_experts']}")
+        for _ in family.pieces(kwargs, bool(record["fused"])):  # raises for what the family has not
+            pass
         return family, bool(record["fused"]), kwargs, list(map(str, record["layers"]))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         problem = f"config.json: {RECORD!r} is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(where, [problem]) from error
 
@@ -152,7 +156,10 @@ def sparse_layers(source: Checkpoint, family: Family, problems: list[str]) -> di
     """The stems of the layers that should have experts, or may: model.layers.3. -> whether it must."""
     matches = [m for m in map(LAYER.fullmatch, source.specs) if m]
     settings, prefix = family.settings(source.config), max((m[2] for m in matches), key=len, default="")
-    stems = {f"{prefix}layers.{n}.": n for n in range(family.num_layers(settings))}
+    if (count := family.num_layers(settings)) > len(source.specs):  # before work for each of them
+        text = f"config.json has {count} layers, but there are only {len(source.specs)} tensors"
+        raise CheckpointError(f"{source.folder}", [text])
+    stems = {f"{prefix}layers.{n}.": n for n in range(count)}
     stems |= {m[1]: int(m[3]) for m in sorted(matches, key=lambda m: int(m[3]))}
     return {
         stem: bool(sparse)
@@ -224,10 +231,10 @@ def finish(source: Checkpoint, problems: list[str], plan: Plan, used: set[str]) 
 
 
 def reads(source: Checkpoint, key: str, part: Part, place: tuple = ()) -> list[Callable]:
-    """Return functions that read `part` from a tensor or a place of it; a transposed one expert by expert."""
+    """Return functions that read `part` from a tensor or a place of it, stacked experts one by one."""
     if part.transposed:
         return [lambda e=e: source.read(key, (e,)).mT for e in range(part.shape[0])]
-    if place[:1] == (slice(None),):
+    if place[:1] == (slice(None),) or (not place and len(part.shape) == 3):  # a dequantised one has no pages
         return [partial(source.read, key, (e, *place[1:])) for e in range(part.shape[0])]
     return [partial(source.read, key, place)]
 

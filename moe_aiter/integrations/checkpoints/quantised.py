@@ -202,6 +202,8 @@ class Dequantised(Checkpoint):
         found = {name: super(Dequantised, self).read(part, expert) for name, part in parts.items()}
         try:
             weight = self.format.weight(self.settings, found).to(self.dtype[1])
+            if not weight.isfinite().all():
+                raise ValueError(f"it has numbers that are not finite in {self.dtype[1]}")
         except ValueError as error:
             raise CheckpointError(f"{self.folder}", [f"{key} cannot be dequantised: {error}"]) from error
         return weight[place] if place else weight
