@@ -41,7 +41,7 @@ def biased_grouped_topk(
     topk_weights: (T, k), floating, and topk_ids: (T, k), int32 or int64, of any strides: the best first; the
         lower expert first among equals.
 
-    Without gradient.  Groups have at least two experts each.  Raises ValueError for shapes, devices and numbers
+    Without gradient.  Groups have two experts or more.  Raises ValueError for shapes, devices and numbers
     that do not fit, TypeError for dtypes; nothing is written then.
     """
     check_tensor("correction_bias", correction_bias)
