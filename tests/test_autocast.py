@@ -70,6 +70,7 @@ OUTPUTS = {
 DTYPES = {"out_dtype", "preferred_element_type", "otype"}
 NO_AUTOCAST = {
     "scaled_gemm": "8-bit operands",
+    "flashinfer.grouped_mm_bf16": "operands of 16 bits, and a dtype for the result",
 }
 
 

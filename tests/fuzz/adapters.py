@@ -87,10 +87,12 @@ def lora_experts(draw: Draw) -> Case:
     dtype, how, bias = draw.dtype(), draw_activation(draw), draw.flip()
     T, E, k = draw.size(high=20), draw.count(), draw.count(high=4)
     H, inner, lora = draw.size(1, 40), draw.size(1, 40), draw_lora(draw)
-    ids = draw.experts(T, k, E)
+    count = 1 if lora["dora"] or draw.flip() else draw.count(2, 4)
+    ids, numbers = draw.experts(T, k, E), [draw.name(count) for _ in range(T)]
+    given = (draw.index(numbers),) if count > 1 else ()
     layer = moe_aiter.Experts(E, H, inner, bias=bias, **how, device=DEVICE, dtype=dtype)
     width = layer.gate_up.shape[1]
-    layer = moe_aiter.LoRAExperts(layer, **lora)
+    layer = moe_aiter.LoRAExperts(layer, count, **lora)
     base = expert_tensors(draw, E, H, width, inner, dtype, bias)
     tensors = {
         "x": draw.numbers(T, H, dtype=dtype),
@@ -98,17 +100,17 @@ def lora_experts(draw: Draw) -> Case:
         **{f"base.{name}": t for name, t in base.items()},
     }
     for name, (inside, outside) in {"gate_up": (H, width), "down": (inner, H)}.items():
-        tensors[f"{name}_lora.A"] = draw.weights(E, inside, lora["rank"], dtype=dtype).mT
-        tensors[f"{name}_lora.B"] = draw.weights(E, lora["rank"], outside, dtype=dtype).mT
+        tensors[f"{name}_lora.A"] = draw.weights(E * count, inside, lora["rank"], dtype=dtype).mT
+        tensors[f"{name}_lora.B"] = draw.weights(E * count, lora["rank"], outside, dtype=dtype).mT
         if lora["dora"]:
             tensors[f"{name}_lora.magnitude"] = draw.numbers(E, outside, dtype=dtype).abs() + 0.5
     scaling = layer.down_lora.scaling
-    merged = draw.flip(0.2)
+    merged = draw.flip(0.2) and count == 1
 
     def ours(x, routing_weights, **params):
         plan = make_plan(ids, E)
         if not merged:
-            return functional_call(layer, params, (x, routing_weights, plan))
+            return functional_call(layer, params, (x, routing_weights, plan, *given))
         if layer.original is not None:
             layer.unmerge()
         with torch.no_grad():
@@ -119,10 +121,17 @@ def lora_experts(draw: Draw) -> Case:
 
     def plain(x, routing_weights, **params):
         weights = {name: params[f"base.{name}"] for name in base}
-        for name in ("gate_up", "down"):
-            A, B = params[f"{name}_lora.A"], params[f"{name}_lora.B"]
-            weights[name] = adapted(weights[name], A, B, scaling, params.get(f"{name}_lora.magnitude"))
-        return experts_loop(x, ids, routing_weights, weights, **how)
+        outs = [experts_loop(x, ids, routing_weights, weights, **how)] if count > 1 else []  # without adapter
+        for n in range(count):
+            each = dict(weights)
+            for name in ("gate_up", "down"):
+                A, B = (params[f"{name}_lora.{factor}"][n::count] for factor in "AB")
+                each[name] = adapted(each[name], A, B, scaling, params.get(f"{name}_lora.magnitude"))
+            outs.append(experts_loop(x, ids, routing_weights, each, **how))
+        if count == 1:
+            return outs[0]
+        rows = [outs[n + 1][t] for t, n in enumerate(numbers)]
+        return loops.stack(rows, x, H, x.dtype, loops.nothing(*params.values(), x, routing_weights))
 
     frozen = tuple(n for n in tensors if n.startswith("base.") or (merged and "_lora." in n))
     return Case(ours, plain, tensors, frozen=frozen, coarse=dtype)
