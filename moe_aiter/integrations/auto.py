@@ -2,10 +2,10 @@
 
     import moe_aiter.integrations.auto
 
-It is for trainers that load the model themselves and can import a module by its name.  A model for which
-nobody chooses an experts implementation then gets "moe_aiter" in place of transformers' "grouped_mm".
-An implementation that is chosen stays, by `experts_implementation=`, in config.json or by an option of the
-trainer.  Models whose experts lack transformers' decorator, and FP8 checkpoints, keep transformers' default.
+It is for trainers that load the model themselves and can import a module by its name.  transformers' default
+is "grouped_mm".  After this import, the default is "moe_aiter".  If `experts_implementation=`, config.json or
+an option of the trainer names an implementation, the model gets that one.  Models whose experts lack
+transformers' decorator, and FP8 checkpoints, keep transformers' default.
 """
 
 from functools import wraps

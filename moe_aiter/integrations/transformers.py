@@ -48,6 +48,7 @@ from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
 from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
+from ..op import once
 from ..private_api import is_of_torchao, own_buffers, own_modules, own_parameters
 from ..routing.plan import RoutePlan, make_plan, unpermute
 from .gates import full_name, gate_and_reason
@@ -357,14 +358,27 @@ def experts_forward(
     devices that disagree; TypeError for a module without transformers' decorator of experts, and for dtypes.
     """
     check_is_experts(module)
-    choices = {"top_k_index": (top_k_index, "T, k"), "top_k_weights": (top_k_weights, "T, k")}
-    check_axes(hidden_states=(hidden_states, "T, H"), **choices)
-    check_index(top_k_index=top_k_index)
-    check_float(hidden_states=hidden_states)
-    check_float(top_k_weights=top_k_weights)
-    check_device(hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights)
-    inputs = hidden_states, top_k_index, top_k_weights
+    inputs = Chosen(hidden_states, top_k_index, top_k_weights)
+    check_chosen(inputs)
     return through(owners_of(module), partial(run_experts, module), *inputs)
+
+
+class Chosen(NamedTuple):
+    """The tokens of experts and their choices, as transformers calls them."""
+
+    hidden_states: Tensor  # (T, H)
+    top_k_index: Tensor  # (T, k)
+    top_k_weights: Tensor  # (T, k)
+
+
+@once
+def check_chosen(i: Chosen) -> None:
+    choices = {"top_k_index": (i.top_k_index, "T, k"), "top_k_weights": (i.top_k_weights, "T, k")}
+    check_axes(hidden_states=(i.hidden_states, "T, H"), **choices)
+    check_index(top_k_index=i.top_k_index)
+    check_float(hidden_states=i.hidden_states)
+    check_float(top_k_weights=i.top_k_weights)
+    check_device(**i._asdict())
 
 
 def owners_of(module: nn.Module) -> list[nn.Module]:
@@ -435,6 +449,12 @@ def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
     return from_mxfp4(local_part(blocks), local_part(own_buffers(module)[name + SCALES]), dtype).weight()
 
 
+def is_packed(module: nn.Module, name: str) -> bool:
+    """Whether `four_bits_of` returns a weight, without making one."""
+    parts = own_parameters(module).get(name + SCALE_INV), own_buffers(module).get(name + BLOCKS)
+    return isinstance(own_modules(module).get(name), FourBitWeight) or any(t is not None for t in parts)
+
+
 def fp8_of(module: nn.Module, weight: Tensor, scale_inv: Tensor) -> FourBit:
     """Return a weight of transformers' FP8Experts: of FP8 in blocks of 128 x 128 or whole experts, or of FP4.
 
@@ -494,7 +514,7 @@ def names_of(module: nn.Module) -> tuple[str, str]:
 
 def runs_fused(module: nn.Module) -> bool:
     """Whether the gate is computed inside the products, and not a product, a gate or an adapter at a time."""
-    if any(four_bits_of(module, name) is not None for name in names_of(module)):
+    if any(is_packed(module, name) for name in names_of(module)):
         return False
     return bool(known_gate(module)) and not getattr(module, ADAPTERS, None)
 

@@ -206,7 +206,7 @@ def test_the_rows_are_those_of_the_plan(device):
 
 
 def test_nothing_waits_for_values():
-    """Of tensors on meta nobody can ask a value."""
+    """Tensors on the meta device have no values, so a call that reads one raises an error."""
     ids, mask, count = torch.zeros(9, 2).int(), torch.ones(4).int(), torch.tensor([5])
     ids, weights, mask, count = (t.to("meta") for t in (ids, torch.rand(9, 2), mask, count))
     sizes = [tuple(t.shape) for t in moe_sorting(ids, weights, 4, 8, BF16, 4, mask, count)]
