@@ -200,6 +200,18 @@ LAYOUTS = {  # further ones, with other layouts of experts
 }
 
 
+# two families of widths that NF4 and MXFP4 take
+WIDE_SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
+    "head_dim": 8,
+}  # fmt: skip
+WIDE_FAMILIES = {
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
+}
+
+
 def tiny_config(family: str, **changes):
     import transformers
 

@@ -9,6 +9,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
+from integrations.families import WIDE_FAMILIES, WIDE_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,21 +24,12 @@ from moe_aiter.kernels.quantize.four_bit import FORMATS, quantized
 if interpret:
     pytest.skip("the interpreted kernels have tests of their own", allow_module_level=True)
 
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
-    "head_dim": 8,
-}  # fmt: skip
-FAMILIES = {
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
-}
 TOKENS = torch.randint(32, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
 def tiny(family, experts="eager", **sizes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family] | sizes)
+    config = AutoConfig.for_model(family, **WIDE_SIZES, **WIDE_FAMILIES[family] | sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation=experts)
     for p in model.parameters():
         nn.init.normal_(p, std=0.2)

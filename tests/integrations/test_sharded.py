@@ -27,6 +27,7 @@ from moe_aiter.integrations.transformers import (
 from moe_aiter.kernels.quantize.four_bit import quantized
 
 from ..distributed.ranks import leave, whole
+from .families import WIDE_FAMILIES, WIDE_SIZES
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -43,15 +44,6 @@ from transformers.distributed import DistributedConfig
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 WORLD, STEPS = 2, 50
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "vocab_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
-    "head_dim": 8,
-}  # fmt: skip
-FAMILIES = {
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
-}
 LORA = {"rank": 4, "alpha": 8}
 CASES = {  # the family, its weights in 4 bits, the adapters, the mesh, and the dispatcher's options
     "lora": ("qwen3_moe", None, {}, {}, {}),
@@ -172,9 +164,9 @@ def refused(folder: pathlib.Path, tokens: torch.Tensor) -> None:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     register()
-    for family, sizes in FAMILIES.items():
+    for family, sizes in WIDE_FAMILIES.items():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **SIZES | sizes)
+        config = AutoConfig.for_model(family, **WIDE_SIZES | sizes | {"num_hidden_layers": 1})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for p in model.parameters():
             nn.init.normal_(p, std=0.2)
