@@ -12,6 +12,7 @@ from moe_aiter.kernels.grouped.tgmm_fp8 import quantize_y
 from moe_aiter.kernels.quantize.blocks import plan_row_blocks
 from moe_aiter.kernels.quantize.four_bit import quantized
 from moe_aiter.kernels.quantize.rows import quantize_rows
+from moe_aiter.kernels.quantize.scale_blocks import quantize_blocks
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.sparse.pattern import SparsePattern
 
@@ -86,6 +87,11 @@ def of_8_bit_gradient(draw: Draw) -> tuple:
 
 def of_8_bit_up(draw: Draw) -> tuple:
     return *rows8(draw(T, H)), *rows8(draw(E, 2 * F, H)), draw(E, 2 * F), *ROUTING, *ACT
+
+
+def of_blocks(x: Tensor, w: Tensor, sizes: Tensor, order: Tensor | None = None, top_k: int = 1) -> tuple:
+    (x8, x_scale), (w8, w_scale) = quantize_blocks(x, False), quantize_blocks(w, True)
+    return x8, w8.mT, sizes, x_scale, w_scale, None, order, top_k, x.dtype
 
 
 def of_8_bit_tgmm(draw: Draw) -> tuple:
@@ -166,6 +172,7 @@ SAMPLES = {
     "glu": lambda d: (d(R, 2 * F), "swiglu", True),
     "glu_backward": lambda d: (d(R, F), d(R, 2 * F), "geglu", False),
     "gmm": lambda d: (d(R, H), d(E, H, N), SIZES, d(E, N), d.dtype, [], 0),
+    "gmm_fp8": lambda d: of_blocks(d(T, H), d(E, N, H), SIZES, ORDER, K),
     "gmm_into": lambda d: (d(R, N), d(R, H), d(E, H, N), SIZES, d(E, N), [], 0),
     "gmm_unpermute": lambda d: (d(R, F), d(E, F, H), SIZES, d(E, H), ORDER, RANK, d.positive(T, K), 0),
     "gmm_unpermute_add": lambda d: (

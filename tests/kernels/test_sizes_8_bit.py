@@ -13,6 +13,7 @@ from moe_aiter.op import IMPLS, INPUTS, runs
 
 from .. import references
 from ..check import as_tuple
+from ..samples import of_blocks
 from ..shapes import in_turn
 from .experts.test_experts import make
 from .experts.test_experts_fp8 import compare, definition, run
@@ -88,6 +89,7 @@ def test_hopper_is_for_what_has_elements(size, monkeypatch):
         ("expert_up", x, gate_up, None, *plan, "swiglu", False, True, 0, None),
         ("expert_up_fp8", *x8, *up8, None, *plan, "swiglu", False, True, x.dtype),
         ("gmm_unpermute_fp8", *a8, *down8, plan[2], None, *plan[:2], s, 2**30, False, a.dtype),
+        ("gmm_fp8", *of_blocks(x, gate_up, plan[2])),
         ("expert_down_grad", x, z, down, s, *plan, "swiglu", False, True),
         ("expert_down_grad_fp8", *x8, z, *columns8, s, *plan, "swiglu", False, True),
         ("quantized_experts", x, (*up8, None), (*down8, None), s, plan, "swiglu", False),

@@ -27,7 +27,6 @@ with M rows, G groups, r in, N out.  r is a rank and so short that reading and w
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...op import Written, binds, bound, define_inplace_op, define_op, fill, gradients, pick, takes
@@ -61,7 +60,7 @@ from ..quantize.layouts import transpose_rows8
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
-from .fp8 import ZFp8Inputs, expert_z_fp8_op
+from .fp8 import GmmFp8Inputs, gmm_fp8_op
 from .inputs import check_expert_values
 from .up import ZInputs, up_gradients
 
@@ -261,19 +260,20 @@ def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_
     return x.new_empty(size[rows], w.shape[1])
 
 
-def as_product(i: AdaptedUpInputs) -> tuple[str, FourBitInputs | ZInputs | ZFp8Inputs]:
+def as_product(i: AdaptedUpInputs) -> tuple[str, GmmFp8Inputs | FourBitInputs | ZInputs]:
     """Return the op of the product with the weight, which gathers rows, and its inputs."""
+    gather = i.order, i.rank.shape[1]
     if i.format == FP8:
-        return "expert_z_fp8", by_blocks(i.x, i.w, i.scales, i.bias, i.order, i.rank, i.group_sizes)
+        return "gmm_fp8", by_blocks(i.x, i.w, i.scales, i.group_sizes, i.bias, *gather)
     if i.format:
-        group = i.group_sizes, i.bias, i.order, i.rank.shape[1]
-        return "four_bit_gmm", FourBitInputs(i.x, i.w, *parts_of(i), True, *group)
+        return "four_bit_gmm", FourBitInputs(i.x, i.w, *parts_of(i), True, i.group_sizes, i.bias, *gather)
     return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN)
 
 
-def by_blocks(x: Tensor, w8: Tensor, scale: Tensor, bias: Tensor | None, *routing: Tensor) -> ZFp8Inputs:
+def by_blocks(x: Tensor, w8: Tensor, scale: Tensor, group_sizes, bias, order=None, top_k=1) -> GmmFp8Inputs:
     """Return the inputs of the product of 8 bits, for which rows of x are quantised."""
-    return ZFp8Inputs(*quantize_blocks(x, False), w8, scale, bias, *routing, *PLAIN, x.dtype)
+    x8, x_scale = quantize_blocks(x, False)
+    return GmmFp8Inputs(x8, w8.mT, group_sizes, x_scale, scale, bias, order, top_k, x.dtype)
 
 
 @binds
@@ -314,8 +314,7 @@ def multiplied(x: Tensor, w: Tensor, parts: tuple, transpose: bool, group_sizes,
     """Return x @ w[g].T + bias[g] of each group, or without `transpose` x @ w[g]; `parts` as `parts_of`."""
     if parts[-1] == FP8:
         w, scale = (w, parts[0]) if transpose else (transpose_rows8(w), parts[0].mT.contiguous())
-        rows = torch.arange(len(x), device=x.device)  # each where it is
-        return expert_z_fp8_op(*by_blocks(x, w, scale, bias, rows, rows[:, None], group_sizes))
+        return gmm_fp8_op(*by_blocks(x, w, scale, group_sizes, bias))
     if parts[-1]:
         return four_bit_gmm_op(x, w, *parts, transpose, group_sizes, bias, None, 1)
     return gmm_op(x, w.mT if transpose else w, group_sizes, bias)

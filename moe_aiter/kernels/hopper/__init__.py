@@ -162,6 +162,12 @@ def fits_up_fp8(i) -> bool | No:
     return fit and i.x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
 
 
+def fits_gmm_fp8(i) -> bool | No:
+    rows, w = i.x if i.order is None else i.order, i.w.mT
+    fit = is_hopper(i.x.device) and i.dtype in DTYPES and len(rows) > 0 and w.shape[1] % 8 == 0
+    return fit and by_tma(i.x) and weight_by_tma(w)
+
+
 def fits_gmm_unpermute_fp8(i) -> bool | No:
     _, N, K = i.w8.shape
     fit = is_hopper(i.x8.device) and i.dtype in DTYPES and few(i.w8)
