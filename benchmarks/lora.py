@@ -4,7 +4,10 @@ Qwen3-MoE's experts with the routing given, and PEFT's adapters of both weights 
 As `moe-aiter bench layer`, with the gradients of the adapters, but the weights get no gradients.
 
 A contender with weights of 4 bits is compared with the results of its own weights, dequantised.  Those of
-PEFT are written to whole weights before each pass, by code that torch.compile makes.
+PEFT are written to whole weights before each pass, by code that torch.compile makes.  FP8 weights in blocks
+multiply rows that are quantised too, so they are not compared.
+
+With several adapters, each token uses one of copies of the same factors: the results are those of one.
 """
 
 import argparse
@@ -32,14 +35,16 @@ from moe_aiter.bench.measure import (
 from moe_aiter.bench.problem import Problem, Shape, by_experts, named, new_problem
 from moe_aiter.integrations import peft as integration
 from moe_aiter.integrations.transformers import NAME
-from moe_aiter.kernels.quantize.four_bit import dequantized, expanded_scales, quantized
+from moe_aiter.kernels.quantize.four_bit import FP8, dequantized, expanded_scales, quantized
+from moe_aiter.kernels.quantize.scale_blocks import quantize_blocks
 from moe_aiter.layers.experts import Experts
-from moe_aiter.layers.four_bit import to_four_bits
+from moe_aiter.layers.four_bit import FourBitExperts, from_fp8, to_four_bits
 from moe_aiter.layers.lora import LoRAExperts
 from moe_aiter.routing.plan import make_plan
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
 FOUR_BITS = "nf4", "mxfp4"
+SEVERAL = 8  # adapters for each expert
 RESULTS = ("output", "dx", "drouting", "dA of gate_up", "dB of gate_up", "dA of down", "dB of down")
 
 
@@ -108,6 +113,8 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
             yield lora_experts(p, adapters, format)
         except ValueError as error:
             skip(f"LoRAExperts, {format}", error)
+    yield lora_experts(p, adapters, FP8)
+    yield lora_experts(p, adapters, several=SEVERAL)
     peft = functools.partial(peft_experts, p, adapters)
     implementations = [NAME, f"{NAME}, whole weights", "grouped_mm", "eager"]
     if p.x.dtype != torch.bfloat16:
@@ -118,24 +125,35 @@ def contenders(p: Problem, adapters: Adapters) -> Iterator[Contender]:
         yield from built([(f"PEFT with grouped_mm, {format}", functools.partial(peft, "grouped_mm", format))])
 
 
-def lora_experts(p: Problem, adapters: Adapters, format: str = "") -> Contender:
-    """Ours, with weights of 4 bits if there is a format."""
+def lora_experts(p: Problem, adapters: Adapters, format: str = "", several: int = 1) -> Contender:
+    """Ours, with weights of 4 or 8 bits if there is a format, and so many adapters for each expert."""
     _, hidden, width, num_experts, _ = p.shape.sizes
     base = Experts(num_experts, hidden, width, device="meta", dtype=p.x.dtype)
     base.gate_up, base.down = frozen(p.gate_up), frozen(p.down)
-    if format:
+    if format == FP8:
+        for name, w in (("gate_up", p.gate_up), ("down", p.down)):
+            delattr(base, name)
+            setattr(base, name, from_fp8(*quantize_blocks(w, True), w.dtype))
+        base.__class__ = FourBitExperts
+    elif format:
         to_four_bits(base, format)
-    layer = LoRAExperts(base, rank=adapters.rank, alpha=adapters.scaling * adapters.rank)
-    leaves = [nn.Parameter(t.clone()) for t in adapters.factors]
+    layer = LoRAExperts(base, several, rank=adapters.rank, alpha=adapters.scaling * adapters.rank)
+    leaves = [nn.Parameter(t.repeat_interleave(several, 0)) for t in adapters.factors]
     for lora, pair in zip((layer.gate_up_lora, layer.down_lora), pairs(leaves), strict=True):
         lora.A, lora.B = pair
+    ids = torch.randint(several, p.x.shape[:1], device=p.x.device) if several > 1 else None
 
     def run() -> Tensor:
         plan = make_plan(p.expert_ids, p.shape.num_experts)
-        return layer(p.x, p.routing_weights.to(p.x.dtype), plan)
+        return layer(p.x, p.routing_weights.to(p.x.dtype), plan, ids)
 
-    name = f"moe_aiter LoRAExperts{format and ', '}{format}"
-    return Contender(name, run, (p.x, p.routing_weights, *leaves), ours=True)
+    def as_ours(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *gradients[:2], *(g.unflatten(0, (-1, several)).sum(1) for g in gradients[2:])
+
+    what = format or (f"{several} adapters" if several > 1 else "")
+    leaves = (p.x, p.routing_weights, *leaves)
+    name = f"moe_aiter LoRAExperts{what and ', '}{what}"
+    return Contender(name, run, leaves, checked=format != FP8, as_ours=as_ours, ours=True)
 
 
 def peft_experts(p: Problem, adapters: Adapters, name: str, format: str = "") -> Contender:
@@ -239,6 +257,8 @@ def by_whole_weights(p: Problem, adapters: Adapters) -> Judge:
         return exact, distances(truth(mine, adapters, p.x.dtype), exact)
 
     def judge(contender: Contender):
+        if not contender.checked:
+            return []
         format = next((f for f in FOUR_BITS if contender.name.endswith(f", {f}")), "")
         return errors_of(contender.results(p), *expected(format), RESULTS)
 

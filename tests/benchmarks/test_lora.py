@@ -10,6 +10,7 @@ from benchmarks.__main__ import main
 from moe_aiter.bench.problem import SHAPES, Shape, new_problem
 
 OURS = ["moe_aiter LoRAExperts"]
+MORE = [f"{OURS[0]}, fp8", f"{OURS[0]}, {lora.SEVERAL} adapters"]
 
 
 def run(*argv, shape="toy"):
@@ -23,8 +24,9 @@ def test_rows(tmp_path):
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == lora.COMMAND.fields
-    assert [r["contender"] for r in rows][:1] == OURS  # the rows of toy are too short for 4 bits
-    assert all(float(r["step_ms"]) > 0 and float(r["error"]) < 1e-5 and r["rank"] == "3" for r in rows)
+    assert [r["contender"] for r in rows][:3] == OURS + MORE  # the rows of toy are too short for 4 bits
+    assert all(float(r["step_ms"]) > 0 and r["rank"] == "3" for r in rows)
+    assert all(float(r["error"]) < 1e-5 for r in rows if r["contender"] != MORE[0])  # which rounds its rows
 
 
 def test_sizes_of_your_own(tmp_path):
@@ -33,7 +35,7 @@ def test_sizes_of_your_own(tmp_path):
     assert run("--only", "moe_aiter LoRAExperts", "--out", str(path), shape="16,64,128,4,2") == 0
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [r["contender"] for r in rows] == OURS + [f"{OURS[0]}, {format}" for format in lora.FOUR_BITS]
+    assert [r["contender"] for r in rows] == OURS + [f"{OURS[0]}, {f}" for f in lora.FOUR_BITS] + MORE
     assert {(r["shape"], r["tokens"], r["intermediate"]) for r in rows} == {("16,64,128,4,2", "16", "128")}
 
 
@@ -65,6 +67,15 @@ def test_four_bits_are_judged_by_their_own_weights(format):
     assert max(found.error for found in judge(contender)) < 1e-5
     contender.name = OURS[0]  # whose weights are not rounded to 4 bits
     assert max(found.error for found in judge(contender)) > 1e-2
+
+
+def test_eight_bits_are_near_their_own_weights():
+    p = new_problem(Shape(64, 256, 136, 4, 2), torch.float32, torch.device("cpu"))
+    adapters = lora.new_adapters(p, 3)
+    contender = lora.lora_experts(p, adapters, lora.FP8)
+    exact = lora.truth(p, adapters, torch.float64)
+    found = lora.errors_of(contender.results(p), exact, None, lora.RESULTS)
+    assert all(1e-4 < each.error < 0.1 for each in found)
 
 
 @pytest.mark.parametrize("format", lora.FOUR_BITS)
@@ -101,9 +112,10 @@ def test_the_truth_is_that_of_whole_weights():
 def test_a_wrong_gradient_is_refused(monkeypatch, capsys):
     plain = lora.lora_experts
 
-    def wrong(*inputs):
-        contender = plain(*inputs)
-        contender.as_ours = lambda gradients: (*gradients[:-1], 2 * gradients[-1])
+    def wrong(*inputs, **options):
+        contender = plain(*inputs, **options)
+        right = contender.as_ours
+        contender.as_ours = lambda gradients: (*right(gradients)[:-1], 2 * right(gradients)[-1])
         return contender
 
     monkeypatch.setattr(lora, "lora_experts", wrong)
