@@ -55,12 +55,13 @@ from ..grouped.segment_gmm import (
 )
 from ..grouped.segments import segment_weight_gradient, weight_numbers
 from ..grouped.tgmm import chosen, fill_gmm, weight_gradient
+from ..hopper import fits_up_fp8
 from ..quantize.four_bit import FP8, FourBit, check_four_bit, codes_in
 from ..quantize.layouts import transpose_rows8
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
-from .fp8 import GmmFp8Inputs, gmm_fp8_op
+from .fp8 import GmmFp8Inputs, ZFp8Inputs, gmm_fp8_op
 from .inputs import check_expert_values
 from .up import ZInputs, up_gradients
 
@@ -260,11 +261,14 @@ def new_adapted(i: AdaptedUpInputs | AdaptedDownInputs, rows: str, axes: str, w_
     return x.new_empty(size[rows], w.shape[1])
 
 
-def as_product(i: AdaptedUpInputs) -> tuple[str, GmmFp8Inputs | FourBitInputs | ZInputs]:
+def as_product(i: AdaptedUpInputs) -> tuple[str, NamedTuple]:
     """Return the op of the product with the weight, which gathers rows, and its inputs."""
     gather = i.order, i.rank.shape[1]
     if i.format == FP8:
-        return "gmm_fp8", by_blocks(i.x, i.w, i.scales, i.group_sizes, i.bias, *gather)
+        product = by_blocks(i.x, i.w, i.scales, i.group_sizes, i.bias, *gather)
+        routing = i.order, i.rank, i.group_sizes
+        z = ZFp8Inputs(product.x, product.x_scale, i.w, i.scales, i.bias, *routing, *PLAIN, i.x.dtype)
+        return ("expert_z_fp8", z) if fits_up_fp8(z) else ("gmm_fp8", product)  # the former gathers faster
     if i.format:
         return "four_bit_gmm", FourBitInputs(i.x, i.w, *parts_of(i), True, i.group_sizes, i.bias, *gather)
     return "expert_z", ZInputs(i.x, i.w, i.bias, i.order, i.rank, i.group_sizes, *PLAIN)
