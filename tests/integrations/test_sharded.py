@@ -1,5 +1,6 @@
 """Adapters and weights of 4 bits of experts that transformers shares among processes: as in one process."""
 
+import functools
 import json
 import pathlib
 import types
@@ -26,14 +27,12 @@ from moe_aiter.integrations.transformers import (
 )
 from moe_aiter.kernels.quantize.four_bit import quantized
 
-from ..distributed.ranks import leave, whole
+from ..distributed.ranks import gpus, leave, run, whole
 from .families import WIDE_FAMILIES, WIDE_SIZES
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
 pytest.importorskip("transformers", reason="transformers is not installed")
-if torch.accelerator.current_accelerator() is not None:
-    pytest.skip("transformers uses the accelerator, with one rank on each", allow_module_level=True)
 if parallel_interface() is None:
     pytest.skip("this transformers has no ep_implementation", allow_module_level=True)
 
@@ -173,7 +172,6 @@ def folder(tmp_path_factory):
         model.save_pretrained(folder / family)
     publish(folder / "gpt_oss", folder / "published")
     save_lora(load(folder, "lora"), folder / "written")
-    forked.call(one_rank, WORLD, folder)
     return folder
 
 
@@ -190,22 +188,29 @@ def publish(source: pathlib.Path, folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+ON_CPUS = torch.accelerator.current_accelerator() is None  # or transformers has one rank on each accelerator
+on_cpus = pytest.mark.skipif(not ON_CPUS, reason="transformers uses the accelerator")
+
+
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
+    if not ON_CPUS:
+        pytest.skip("transformers uses the accelerator")
+    forked.call(one_rank, WORLD, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
-def as_one(model, got: list[dict], tokens: torch.Tensor) -> None:
+def as_one(model, got: list[dict], tokens: torch.Tensor, most: float = 1e-5) -> None:
     want = step(model, tokens)
-    close(torch.stack([results["loss"] for results in got]).mean(), want["loss"])
+    close(torch.stack([results["loss"] for results in got]).mean(), want["loss"], most)
     for results in got:
         assert results.keys() == want.keys()
         for name in want.keys() - {"loss"}:
-            close(results[name], want[name])
+            close(results[name], want[name], most)
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+def close(got: torch.Tensor, want: torch.Tensor, most: float = 1e-5) -> None:
+    torch.testing.assert_close(got, want, rtol=most, atol=most * want.abs().max().item())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -255,10 +260,9 @@ def test_what_cannot_be_shared():
         share_published(experts, three)
 
 
-def trained(rank: int, folder: pathlib.Path, world: int, mesh: dict) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/{world}-{'-'.join(mesh)}", rank=rank, world_size=world)
+def trained(rank: int, world: int, folder: pathlib.Path, mesh: dict, device: str) -> None:
     register(max_tokens=10**3)
-    tokens, results = batch(world)[rank], {}
+    tokens, results = batch(world)[rank].to(device), {}
     for case in TRAINED:
         seed = 100 if "dp_replicate_size" in mesh and rank > 1 else 3  # the first copy's adapters are for all
         model = load(folder, case, seed=seed, **meshes(**mesh))
@@ -266,9 +270,25 @@ def trained(rank: int, folder: pathlib.Path, world: int, mesh: dict) -> None:
         model.zero_grad()
         results[case, "losses"] = train(model, tokens)
     torch.save(results, folder / f"trained {rank}.pt")
-    leave()
 
 
+def check_training(folder: pathlib.Path, world: int, mesh: dict, device: str, backend: str, most: float):
+    """The losses of 50 steps."""
+    (folder / "store").unlink(missing_ok=True)
+    run(world, functools.partial(trained, mesh=mesh, device=device), folder, backend)
+    ranks = [torch.load(folder / f"trained {rank}.pt", map_location=device) for rank in range(world)]
+    for case in TRAINED:
+        model = load(folder, case, device_map=device)
+        tokens = batch(world).flatten(0, 1).to(device)
+        as_one(model, [results[case] for results in ranks], tokens, most)
+        model.zero_grad()
+        want = train(model, tokens)
+        losses = torch.stack([results[case, "losses"] for results in ranks]).mean(0)
+        torch.testing.assert_close(losses, want, rtol=most, atol=most)
+        assert losses[-1] < 0.8 * losses[0]
+
+
+@on_cpus
 @pytest.mark.full
 @pytest.mark.parametrize(
     "world, mesh",
@@ -276,14 +296,10 @@ def trained(rank: int, folder: pathlib.Path, world: int, mesh: dict) -> None:
     ids=["ep 2", "ep 2, efsdp 2", "ep 2, replicated"],
 )
 def test_training(folder, world, mesh):
-    """The losses of 50 steps."""
-    forked.call(trained, world, folder, world, mesh)
-    ranks = [torch.load(folder / f"trained {rank}.pt") for rank in range(world)]
-    for case in TRAINED:
-        model, tokens = load(folder, case), batch(world).flatten(0, 1)
-        as_one(model, [results[case] for results in ranks], tokens)
-        model.zero_grad()
-        want = train(model, tokens)
-        losses = torch.stack([results[case, "losses"] for results in ranks]).mean(0)
-        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5)
-        assert losses[-1] < 0.8 * losses[0]
+    check_training(folder, world, mesh, "cpu", "gloo", 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpus() < 2, reason="there are no two GPUs")
+def test_training_on_gpus(folder):
+    check_training(folder, WORLD, {}, "cuda", "nccl", 1e-3)
