@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import types
 
@@ -261,6 +262,7 @@ def test_what_cannot_be_shared():
 
 
 def trained(rank: int, world: int, folder: pathlib.Path, mesh: dict, device: str) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers chooses the device
     register(max_tokens=10**3)
     tokens, results = batch(world)[rank].to(device), {}
     for case in TRAINED:
