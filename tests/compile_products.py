@@ -139,7 +139,7 @@ def run_segment_expand(s, **kwargs):
 
 def run_segment_tgmm(s, columns_first=False, weights=E):
     out = s.new(weights, s.n, s.k) if columns_first else s.new(weights, s.k, s.n)
-    plan = ints(2 * E), None, ints(2 * E)
+    plan = ints(max(weights, 2 * E)), None, ints(max(weights, 2 * E))
     i = SegmentTgmmInputs(s.new(s.rows, s.k), s.new(s.rows, s.n), *plan, weights, columns_first)
     bind_segment_tgmm(i)(out, i)
 
@@ -344,7 +344,7 @@ SEGMENTS = {
     "dense": lambda: run_segment_gmm(Shape(8000, 4096, 4096), segments=8),
     "odd": lambda: run_segment_gmm(ODD),
     "odd, short": lambda: run_segment_gmm(dataclasses.replace(ODD, k=21)),
-    "tgmm columns first": lambda: run_segment_tgmm(Shape(4096, 4096, 16), columns_first=True),
+    "tgmm of many": lambda: run_segment_tgmm(Shape(4096, 4096, 16), columns_first=True, weights=512),
     "tgmm odd": lambda: run_segment_tgmm(ODD),
     "tgmm in parts": lambda: run_segment_tgmm(Shape(16384, 16, 4096), weights=1),
 }

@@ -31,6 +31,7 @@ from ..base.tile import TILE_DTYPES, dense, in_units, no_larger, swizzle, tile_o
 from .tgmm import chosen, weight_gradient
 
 ENOUGH = 256  # programs that keep a GPU busy, two for each SM of an H200
+MANY, FEW = 1024, 128  # programs, and segments, from which on each program finds its own for several tiles
 PART_ROWS = 512  # of those that programs share, the least that each takes
 WIDE = 128  # of K and N, from where on `tgmm`'s tiles are filled
 
@@ -197,12 +198,13 @@ def segment_tgmm_kernel(
     out_strides,  # w, k, n; those of a part are W * K * N apart
     INDPTR: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr,
+    WALK: tl.constexpr,  # tiles of a program, one beside the other
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[i] (K, N), and BLOCK_K rows are summed over at a time
-    tiles_k, tiles_n = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tile_k, tile_n = swizzle(tl.program_id(0), W * tiles_k, tiles_n, GROUP_M, NUM_DIES)
+    tiles_k, walks = tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N * WALK)
+    tile_k, walk = swizzle(tl.program_id(0), W * tiles_k, walks, GROUP_M, NUM_DIES)
     weight = tile_k // tiles_k
     g = tl.arange(0, BLOCK_G)
     start, end = load_segments(g, bounds_ptr, M, G, INDPTR)
@@ -211,23 +213,24 @@ def segment_tgmm_kernel(
     mine = load_weights(g, indices_ptr, G, W) == weight
     turn = tl.cumsum(mine.to(tl.int32), 0)
     k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     x_ptrs = x_ptr + (k % K)[None, :] * x_strides[1]
-    y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in range(1, tl.sum(mine.to(tl.int32), 0) + 1):
-        here = mine & (turn == i)
-        row_end = tl.sum(tl.where(here, end, 0), 0)
-        for row in range(tl.sum(tl.where(here, start, 0), 0), row_end, BLOCK_K):
-            m = row + tl.arange(0, BLOCK_K)
-            mask = (m < row_end)[:, None]
-            x = tl.load(x_ptrs + m[:, None] * x_strides[0], mask=mask, other=0.0)
-            y = tl.load(y_ptrs + m[:, None] * y_strides[0], mask=mask, other=0.0)
-            acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-
     out_base = out_ptr + tl.program_id(1).to(tl.int64) * W * K * N + weight.to(tl.int64) * out_strides[0]
-    out_ptrs = out_base + k.to(tl.int64)[:, None] * out_strides[1] + n.to(tl.int64)[None, :] * out_strides[2]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+    out_rows = out_base + k.to(tl.int64)[:, None] * out_strides[1]
+    for step in range(0, WALK):
+        n = (walk * WALK + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_ptrs = y_ptr + (n % N)[None, :] * y_strides[1]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(1, tl.sum(mine.to(tl.int32), 0) + 1):
+            here = mine & (turn == i)
+            row_end = tl.sum(tl.where(here, end, 0), 0)
+            for row in range(tl.sum(tl.where(here, start, 0), 0), row_end, BLOCK_K):
+                m = row + tl.arange(0, BLOCK_K)
+                mask = (m < row_end)[:, None]
+                x = tl.load(x_ptrs + m[:, None] * x_strides[0], mask=mask, other=0.0)
+                y = tl.load(y_ptrs + m[:, None] * y_strides[0], mask=mask, other=0.0)
+                acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
+        out_ptrs = out_rows + n.to(tl.int64)[None, :] * out_strides[2]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
 
 # launcher
@@ -241,23 +244,33 @@ def new_segment_tgmm(i: SegmentTgmmInputs) -> Tensor:
     return i.x.new_empty(i.weights, N, K) if i.columns_first else i.x.new_empty(i.weights, K, N)
 
 
+def widest_last(i: SegmentTgmmInputs) -> SegmentTgmmInputs:
+    """Return the same product, perhaps transposed, with K <= N: a program walks along N."""
+    turned = i._replace(x=i.y, y=i.x, columns_first=not i.columns_first)
+    return turned if i.y.shape[1] < i.x.shape[1] else i
+
+
 @binds
 @takes(*TILE_DTYPES)
 def bind_segment_tgmm(i: SegmentTgmmInputs) -> Callable:
+    i = widest_last(i)
     (M, K), N, W, G = i.x.shape, i.y.shape[1], i.weights, num_segments(i.lens, i.indptr)
     config = tuning.lookup("segment_tgmm", i.x.dtype, M, N, K, W)
     config = no_larger(config, block_m=K, block_n=N)
-    tiles = W * cdiv(K, config.block_m) * cdiv(N, config.block_n)
+    tiles_k, tiles_n = W * cdiv(K, config.block_m), cdiv(N, config.block_n)
+    tiles = tiles_k * tiles_n
+    walks = cdiv(tiles_n, max(min(tiles // MANY, G // FEW), 1))
     splits, columns_first = max(min(ENOUGH // tiles, M // PART_ROWS), 1), i.columns_first
     out_strides = (N * K, 1, K) if columns_first and splits == 1 else (K * N, N, 1)
     kernel = bind_kernel(
-        segment_tgmm_kernel, (tiles, splits), INDPTR=i.indptr is not None,
+        segment_tgmm_kernel, (tiles_k * walks, splits), INDPTR=i.indptr is not None,
         UNIT=unit_of((N, K), i.x.stride(), i.y.stride(), out_strides),
-        BLOCK_G=next_power_of_2(G + 1), **tile_options(config),
+        BLOCK_G=next_power_of_2(G + 1), WALK=cdiv(tiles_n, walks), **tile_options(config),
     )  # fmt: skip
     numbers = M, N, K, G, W, cdiv(M, splits), i.x.stride(), i.y.stride(), out_strides
 
     def launch(out, i):
+        i = widest_last(i)
         bounds, indices = dense(i.lens if i.indptr is None else i.indptr, i.weight_indices)
         sums = out if splits == 1 else out.new_empty(splits, W, K, N, dtype=torch.float32)
         kernel(i.x, i.y, sums, bounds, indices, *numbers)

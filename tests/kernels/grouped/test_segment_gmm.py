@@ -124,6 +124,20 @@ def test_rows_in_parts(device, columns_first, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("K, N", [(20, 300), (700, 20), (200, 200)])
+def test_programs_that_walk(device, K, N, columns_first, monkeypatch):
+    """As for the gradients of many adapters: along the wider axis, over tiles that need not divide it."""
+    for name, least in {"MANY": 3, "FEW": 1}.items():
+        monkeypatch.setattr(f"moe_aiter.kernels.grouped.segments.{name}", least)
+    x, _, _, lens = make(device, [7, 0, 30, 4], K, tail=5)
+    y = torch.randn(len(x), N, device=device)
+    index = torch.tensor([1, 0, 1, -1], device=device)
+    assert_as_good_as_torch(
+        segment_tgmm_op, segment_tgmm_reference, x, y, lens, None, index, 3, columns_first
+    )
+
+
 @pytest.mark.parametrize("K", [20, 70])
 def test_out_is_overwritten_in_segments_and_nowhere_else(device, K):
     x, w, _, lens = make(device, [6, 0, 30], K, tail=4)
