@@ -84,7 +84,7 @@ def load(folder: pathlib.Path, case: str, adapted: bool = True, seed: int = 3, *
         add_lora(model, **LORA | lora)
         for p in adapters(model):  # as after some training
             torch.manual_seed(p.dim())
-            p.data += 0.1 * like(torch.randn(p.shape), p)
+            p.data += 0.1 * like(torch.randn(p.shape).to(p.device), p)
     return model
 
 
