@@ -285,6 +285,15 @@ def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
         convert(tmp_path / "theirs", tmp_path / "file")
 
 
+def test_a_shared_expert_that_the_configuration_has_not(tmp_path):
+    save(tmp_path / "theirs", "deepseek_v3")
+    change_config(tmp_path / "theirs", n_shared_experts=0)
+    assert refused(tmp_path) == [
+        f"model.layers.1.mlp.shared_experts.{name}_proj.weight is unknown in the MLP of a layer"
+        for name in ("down", "gate", "up")
+    ]
+
+
 def test_the_way_back_has_its_own_faults(tmp_path):
     save(tmp_path / "theirs", "mixtral")
     assert "was not converted by moe_aiter" in refused(tmp_path, "huggingface")[0]

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 from check import error
 from integrations.checkpoints import change, randomize_biases, tensors
 from integrations.checkpoints import same as identical
-from integrations.families import MORE, E, H, tiny_model
+from integrations.families import CONVERTED, MORE, E, H, tiny_model
 from integrations.test_checkpoints import blocks, run
 from safetensors.torch import save_file
 
@@ -24,6 +24,7 @@ from moe_aiter.integrations.checkpoints import (
     state_dict_to_huggingface,
 )
 from moe_aiter.integrations.checkpoints.families import FAMILIES
+from moe_aiter.integrations.checkpoints.family import COUNTS
 
 CASES = [(family, {}) for family in MORE] + [
     ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"]}),
@@ -31,6 +32,11 @@ CASES = [(family, {}) for family in MORE] + [
     ("glm_moe_dsa", {"n_group": 3, "topk_group": 2, "mlp_layer_types": ["dense", "sparse"]}),
     ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     ("cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0}),
+    *(  # a shared expert of width 0, whose tensors transformers saves
+        (family, {FAMILIES[family].shared.size: 0})
+        for family in (CONVERTED | MORE)
+        if (shared := FAMILIES[family].shared) and shared.always and COUNTS[shared.size] == 0
+    ),
 ]  # fmt: skip
 IDS = [f"{family}{'-'.join(['', *changes])}" for family, changes in CASES]
 
@@ -78,6 +84,8 @@ def test_both_ways(family, changes, tmp_path):
         moe = moe_from_huggingface(block)
         with torch.no_grad():
             assert error(moe(x), run(block, x[None])[0]) < 1e-5
+        if changes.get("shared_expert_intermediate_size") == 0:
+            block.shared_expert_gate.weight.data.zero_()  # its values have no effect
         assert identical(state_dict_to_huggingface(moe, family), dict(block.state_dict()))
 
 

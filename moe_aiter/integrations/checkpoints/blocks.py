@@ -80,7 +80,8 @@ def config_of(block: nn.Module, family: Family) -> dict:
 def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     """Return the state dict of transformers' block for an `MoE`: views, for `block.load_state_dict`.
 
-    model_type: of a family that `convert` knows, mixtral or qwen3_moe, for example.
+    model_type: of a family that `convert` knows, mixtral or qwen3_moe, for example.  If the MoE has no shared
+        expert, and the family's block always has one, its tensors of width 0 are there too.
 
     Raises ValueError for another model_type, and for an MoE whose tensors do not fit such a block.
     """
@@ -101,7 +102,9 @@ def state_dict_to_huggingface(moe: MoE, model_type: str) -> dict[str, Tensor]:
     if here != there or experts.interleaved != (model_type == "gpt_oss"):
         layout = f"{here}, interleaved={experts.interleaved}"
         raise ValueError(f"an MoE of {model_type} has {there}, but this one has {layout}")
-    return {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.tensors}
+    found = {part.name: part.from_ours(ours[piece.name]) for piece in pieces for part in piece.tensors}
+    idle = family.idle(kwargs, fused=True) if family.shared is not None and family.shared.always else {}
+    return found | {name: experts.down.new_zeros(shape) for name, shape in idle.items()}
 
 
 @checked

@@ -188,7 +188,8 @@ FAMILIES = {
             "ernie4_5_moe", "Ernie4_5_MoeSparseMoeBlock", "Ernie4_5_MoeForCausalLM",
             ("moe_num_experts", *EXPERTS), "moe_intermediate_size", top_k=("moe_k", "num_experts_per_tok"),
             correction=tuple(f"{name}moe_statics.e_score_correction_bias" for name in ("", "gate.")),
-            correction_shape=(1,), shared=SharedMlp("shared_experts", "moe_num_shared_experts", 2),
+            correction_shape=(1,),
+            shared=SharedMlp("shared_experts", "moe_num_shared_experts", 2, always=False),
             layers={"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
             only={"use_bias": False, "moe_norm_min": 1e-12},
         ),
@@ -284,7 +285,7 @@ FAMILIES = {
         Family(
             "cohere2_moe", "Cohere2MoeSparseMoeBlock", "Cohere2MoeForCausalLM", EXPERTS, "intermediate_size",
             score="topk_softmax", scores=("expert_selection_fn", COHERE_SCORES),
-            renormalizes=True, shared=SharedMlp("shared_experts", "num_shared_experts", 0),
+            renormalizes=True, shared=SharedMlp("shared_experts", "num_shared_experts", 0, always=False),
             layers=KINDS_FROM | {"first_k_dense_replace": 0}, refuses=average_of_shared,
         ),
         Family(

@@ -20,7 +20,7 @@ COUNTS = {  # by name, the least
     "hidden_size": 1, "intermediate_size": 1, "moe_intermediate_size": 1, "num_hidden_layers": 1,
     "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "moe_num_experts": 1,
     "num_experts_per_tok": 1, "moe_k": 1, "n_shared_experts": 0, "moe_num_shared_experts": 0,
-    "shared_expert_intermediate_size": 1, "moe_shared_expert_intermediate_size": 1,
+    "shared_expert_intermediate_size": 0, "moe_shared_expert_intermediate_size": 1,
     "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "moe_layer_freq": 1, "moe_layer_interval": 1,
     "moe_layer_start_index": 0, "moe_layer_end_index": -1,
     "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "moe_latent_size": 1,
@@ -97,6 +97,7 @@ class SharedMlp(NamedTuple):
     default: int
     counts: bool = True
     gate: str = ""  # the module whose sigmoid multiplies the output
+    always: bool = True  # whether transformers makes the module also for a width of 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class Family:
         if self.shared is not None:
             size = first(config, (self.shared.size,), self.shared.default)
             kwargs["shared_intermediate"] = width * size if self.shared.counts else size
-            if self.shared.gate:
+            if self.shared.gate and kwargs["shared_intermediate"]:
                 kwargs["shared_gate"] = True
         return kwargs
 
@@ -327,6 +328,15 @@ class Family:
             yield same("shared.down.weight", f"{name}{down}.weight", H, shared)
             if self.shared.gate:
                 yield same("shared.gate.weight", f"{self.shared.gate}.weight", 1, H)
+
+    def idle(self, kwargs: dict, fused: bool) -> dict[str, tuple[int, int]]:
+        """Return the tensors of a shared expert of width 0 by their shapes: they have no place in `MoE`."""
+        if self.shared is None or kwargs.get("shared_intermediate"):
+            return {}
+        H, (*first_two, down) = kwargs["hidden"], self.shared_matrices(fused)
+        shapes = dict.fromkeys((f"{self.shared.name}.{matrix}.weight" for matrix in first_two), (0, H))
+        shapes[f"{self.shared.name}.{down}.weight"] = H, 0
+        return shapes | ({f"{self.shared.gate}.weight": (1, H)} if self.shared.gate else {})
 
     def expert_pieces(self, E: int, H: int, width: int, fused: bool) -> Iterator[Piece]:
         rows = (len(self.matrices) - 1) * width

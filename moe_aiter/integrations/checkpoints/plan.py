@@ -1,7 +1,7 @@
 """Decide for every key of a checkpoint what it becomes, before anything is written."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -67,10 +67,10 @@ def plan_to_ours(source: Checkpoint) -> Plan:
     fused = is_fused(source, family, kwargs)
     pieces = list(family.pieces(kwargs, fused))
     expected = {part.name: part.shape for piece in pieces for part in piece.tensors}
-    outputs, layers, used = [], [], set()
+    outputs, layers, used, idle = [], [], set(), idle_tensors(source, family, fused, kwargs)
     for stem, sparse in sparse_layers(source, family, problems).items():
         block = f"{stem}{family.prefix(fused)}"
-        specs = check_block(source, stem, block, expected, problems, required=sparse)
+        specs = check_block(source, stem, block, expected, problems, idle, required=sparse)
         used |= specs.keys()
         if specs:
             layers.append(f"{stem}{OURS}")
@@ -79,7 +79,7 @@ def plan_to_ours(source: Checkpoint) -> Plan:
                 dtype = specs[block + piece.tensors[0].name].dtype
                 made = tuple(reads_of(source, block, piece))
                 outputs.append(NewTensor(f"{stem}{OURS}.{piece.name}", Spec(dtype, piece.shape), made))
-    kept = check_rest(source, family, used, problems)
+    kept = check_rest(source, family, used | idle, problems)
     config = config | new_record(family, fused, layers, kwargs)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
 
@@ -87,16 +87,16 @@ def plan_to_ours(source: Checkpoint) -> Plan:
 def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
     """The way back, or to the keys of the hub.  Raises CheckpointError as `plan_to_ours` does."""
     config = dict(source.config)
-    family, fused, kwargs, layers = read_record(source)
+    family, fused, kwargs, layers = record = read_record(source)
     fused = family.always_fused if hub else fused
     del config[RECORD]
     pieces = list(family.pieces(kwargs, fused))
     expected = {piece.name: piece.shape for piece in pieces}
-    settings, outputs, used = family.settings(config), [], set()
+    settings, outputs, used, idle = family.settings(config), [], set(), idle_tensors(source, *record[:3])
     problems = family.problems(settings)
     if not problems:  # they may have changed since
         check_kwargs(family.moe_kwargs(settings), problems)
-    if hub and family.renames and read_record(source)[1]:
+    if hub and family.renames and record[1]:
         text = "transformers gave all keys of this checkpoint names of its own"
         problems.append(f"{text}: save it with save_original_format=True, and convert that")
     if hub:
@@ -105,7 +105,7 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
     for layer in layers:
         stem, block = layer.removesuffix(OURS), f"{layer}."
         theirs = f"{stem}{family.prefix(fused)}"
-        specs = check_block(source, stem, block, expected, problems)
+        specs = check_block(source, stem, block, expected, problems, idle)
         used |= specs.keys()
         if not problems:
             for piece in pieces:
@@ -113,7 +113,7 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
                 for part in piece.tensors:
                     made = tuple(reads(source, block + piece.name, part, part.place))
                     outputs.append(NewTensor(theirs + part.name, Spec(dtype, part.shape), made))
-    kept = check_rest(source, family, used, problems)
+    kept = check_rest(source, family, used | idle, problems)
     return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
 
 
@@ -168,12 +168,21 @@ def sparse_layers(source: Checkpoint, family: Family, problems: list[str]) -> di
     }
 
 
+def idle_tensors(source: Checkpoint, family: Family, fused: bool, kwargs: dict) -> set[str]:
+    """Return the keys of shared experts of width 0, which transformers saves: they stay as they are."""
+    shapes = {family.prefix(fused) + name: shape for name, shape in family.idle(kwargs, fused).items()}
+    layers = ((key, re.match(rf"({PREFIX})layers\.[0-9]{{1,9}}\.", key)) for key in source.specs)
+    return {key for key, m in layers if m and source.specs[key].shape == shapes.get(key[m.end() :])}
+
+
 def check_block(
-    source: Checkpoint, stem: str, block: str, expected: dict, problems: list[str], required: bool = True
-) -> dict[str, Spec]:
-    """Hold the keys of a layer's MoE against `expected`; return their specs by key."""
+    source: Checkpoint, stem: str, block: str, expected: dict, problems: list[str], idle: Set[str] = frozenset(),
+    required: bool = True,
+) -> dict[str, Spec]:  # fmt: skip
+    """Hold the keys of a layer's MoE, but not `idle` ones, against `expected`; return their specs by key."""
     pattern = re.compile(re.escape(stem) + BLOCK)
-    there = {key: spec for key, spec in source.specs.items() if key.startswith(stem) and pattern.match(key)}
+    mine = (key for key in source.specs if key.startswith(stem) and pattern.match(key) and key not in idle)
+    there = {key: source.specs[key] for key in mine}
     quantised = [key for key in there if QUANTISED.search(key)]
     if quantised:
         problems += [f"{key} belongs to quantised weights: {ADVICE}" for key in quantised]
