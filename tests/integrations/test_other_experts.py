@@ -255,6 +255,19 @@ def test_dropout_behind_the_activation(calls):
         assert error(mean, experts(*inputs)) < 0.05
 
 
+def test_experts_of_switch_without_tokens():
+    """As docs/transformers_models.md says: zeros, where transformers' own code, which waits, has None."""
+    model = tiny("switch_transformers", experts=NAME)
+    experts = next(m for m in model.modules() if type(m).__name__ == "SwitchTransformersExperts")
+    chosen = nn.functional.one_hot(torch.tensor([0, 0, 2]), len(experts))[:, None]
+    inputs = torch.randn(3, H), chosen, torch.rand(3, 1)
+    experts(*inputs).sum().backward()
+    assert [bool(e.wo.weight.grad.count_nonzero()) for e in experts.values()] == [True, False, True, False]
+    experts.zero_grad()
+    type(experts).forward.__wrapped__(experts, *inputs).sum().backward()
+    assert [e.wo.weight.grad is None for e in experts.values()] == [False, True, False, True]
+
+
 @pytest.mark.parametrize("family", few(["llama4", "longcat_flash"], "longcat_flash"))
 def test_compile_without_a_graph_break(family):
     model = tiny(family, experts=NAME)
