@@ -21,7 +21,6 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.base.check import (
@@ -36,10 +35,9 @@ from ..kernels.base.check import (
     check_sizes,
     checked,
 )
-from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
-from ..kernels.quantize.four_bit import FP8, FourBit, blocks_of
+from ..kernels.quantize.four_bit import FP8, FourBit
 from ..layers.by_step import LowRank, Projection, experts_by_step
 from ..layers.experts import Weights, local_part, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
@@ -64,6 +62,7 @@ from .other_experts import (
     transformers_version,
 )
 from .sharded import BLOCKS, SCALES, kept
+from .transformers_fp8 import SCALE_INV, fp8_interface, fp8_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
 __all__ = ["check", "experts_forward", "known_gate", "register", "unregister"]
 
 ADAPTERS = "moe_aiter_adapters"  # of a module: by a weight's name, what has a method `low_rank(weight)`
-SCALE_INV = "_scale_inv"  # how the scales of a weight in FP8 are called, after its name
 OLDEST = (5, 7)  # those before know a fixed list of names
 
 _originals = {}  # methods of PreTrainedModel, while those that warn are in their places
@@ -154,15 +152,6 @@ def interface() -> type:
     from transformers.integrations.moe import ExpertsInterface
 
     return ExpertsInterface
-
-
-def fp8_interface() -> type | None:
-    """transformers' registry of experts with FP8 weights, None in a version without one."""
-    try:
-        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
-    except ImportError:
-        return None
-    return FP8ExpertsInterface
 
 
 def parallel_interface() -> type | None:
@@ -436,9 +425,8 @@ def weights_of(module: nn.Module) -> ExpertWeights:
 def four_bits_of(module: nn.Module, name: str) -> FourBit | None:
     """Return a weight (E, out, in) of experts if `integrations.four_bit` gave it 4 bits, or of transformers'
     FP8Experts."""
-    scale = own_parameters(module).get(name + SCALE_INV)
-    if scale is not None:
-        return fp8_of(module, local_part(own_parameters(module)[name]), local_part(scale))
+    if (packed := fp8_of(module, name)) is not None:
+        return packed
     weight = own_modules(module).get(name)
     if isinstance(weight, FourBitWeight):
         return weight.weight()
@@ -453,33 +441,6 @@ def is_packed(module: nn.Module, name: str) -> bool:
     """Whether `four_bits_of` returns a weight, without making one."""
     parts = own_parameters(module).get(name + SCALE_INV), own_buffers(module).get(name + BLOCKS)
     return isinstance(own_modules(module).get(name), FourBitWeight) or any(t is not None for t in parts)
-
-
-def fp8_of(module: nn.Module, weight: Tensor, scale_inv: Tensor) -> FourBit:
-    """Return a weight of transformers' FP8Experts: of FP8 in blocks of 128 x 128 or whole experts, or of FP4.
-
-    Rows are quantised as they come, also where the checkpoint has static scales of activations.
-    """
-    dtype = getattr(module.config, "dtype", None) or torch.get_default_dtype()
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if weight.dtype == torch.int8:
-        exponents = scale_inv.detach().view(torch.uint8)
-        return FourBit(weight.detach().view(torch.uint8), exponents, None, None, None, "mxfp4", dtype)
-    if module.block_size is not None and tuple(module.block_size) != (ROW_BLOCK, ROW_BLOCK):
-        raise ValueError(
-            f"{type(module).__name__} has scales of blocks of {tuple(module.block_size)}; "
-            f"experts_implementation={NAME!r} reads those of ({ROW_BLOCK}, {ROW_BLOCK}) and of whole experts"
-        )
-    if module.block_size is None and scale_inv.shape[1:] == (2, 1):  # a scale for gate, one for up
-        half = weight.shape[1] // 2
-        if half % ROW_BLOCK:
-            raise ValueError(
-                f"{type(module).__name__} has one scale for {half} rows of gates and one for up: "
-                f"experts_implementation={NAME!r} needs a multiple of {ROW_BLOCK} rows"
-            )
-        scale_inv = scale_inv.repeat_interleave(half // ROW_BLOCK, 1)
-        scale_inv = scale_inv.expand(-1, -1, -(-weight.shape[2] // ROW_BLOCK))
-    return blocks_of(weight, scale_inv, dtype)
 
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:

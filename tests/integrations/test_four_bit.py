@@ -9,6 +9,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
+from check import error
 from integrations.families import WIDE_FAMILIES, WIDE_SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,6 +96,22 @@ def test_monitor_and_conversion(which, request):
     assert {len(s.choices) for s in read.values()} == {4}
     with pytest.raises(ValueError, match="have 4 bits: convert first"):
         moe_from_huggingface(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", ["published", "qwen3_moe"])
+def test_other_dtypes(which, dtype, request):
+    """The codes and scales of 4 bits stay, and the products have the model's new dtype."""
+    if which == "published":
+        model = load_gpt_oss(request.getfixturevalue("published")[0], dtype=torch.float32)
+    else:
+        quantize_experts(model := tiny(which), "nf4")
+    codes = {name: t.clone() for name, t in model.state_dict().items() if t.dtype == torch.uint8}
+    want = model(TOKENS).logits
+    got = model.to(dtype)(TOKENS).logits
+    assert got.dtype == dtype and error(got, want) < 0.05
+    assert codes and all(torch.equal(model.state_dict()[name], t) for name, t in codes.items())
+    assert model.float()(TOKENS).logits.dtype == torch.float32
 
 
 def train(model, steps=20):

@@ -160,6 +160,29 @@ def test_other_blocks_are_refused(capsys):
         model(torch.zeros(1, 3, dtype=torch.long))
 
 
+@pytest.mark.parametrize("how", [{}, FOUR])
+def test_what_changed_their_dtype_is_refused(how, capsys):
+    try:
+        model = tiny(**how)
+    except TypeError as error:
+        pytest.skip(f"this version of transformers does not know it: {error}")
+    model.to(torch.float16)
+    why = r"gate_up_proj of FP8Experts is .* gate_up_proj_scale_inv torch.float16: .*load the model again"
+    with pytest.raises(TypeError, match=why):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    assert {found.path for found in check(model).values()} == {"not ours"}
+    assert "load the model again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits(dtype):
+    module = experts_of(tiny())[0]
+    module.config.dtype = dtype  # as after from_pretrained(dtype=...)
+    x, ids, s = torch.randn(30, 160, dtype=dtype), torch.randint(4, (30, 2)), torch.full((30, 2), 0.5)
+    y = module(x, ids, s)
+    assert y.dtype == dtype and relative(y, expected(module, x.double(), ids, s.double())) < 0.03
+
+
 def test_two_scales_in_a_block_are_refused():
     module = experts_of(tiny(weight_block_size=None))[0]
     with pytest.raises(ValueError, match=r"one scale for 192 rows of gates.*a multiple of 128 rows"):
