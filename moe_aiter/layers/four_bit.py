@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.base.check import cast_as_linear, check_parameter_dtype, check_plan, check_shape, checked
+from ..kernels.base.check import (
+    cast_as_linear,
+    check_parameter_dtype,
+    check_plan,
+    check_shape,
+    check_whole_shape,
+    checked,
+)
 from ..kernels.quantize.four_bit import (
     FORMATS,
     NESTED,
@@ -227,7 +234,10 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat
     blocks: (E, out, in / 32, 16) uint8, low halves first.  scales: (E, out, in / 32) uint8, exponents + 127.
     dtype: what tiles of it are dequantised to.
     """
-    check_shape("blocks", blocks, "E", "out", "in / 32", "16")
+    check_shape("scales", scales, "E", "out", "in / 32")
+    check_whole_shape("blocks", blocks, (*scales.shape, 16))
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks must be torch.uint8, not {blocks.dtype}")
     return FourBitWeight(FourBit(blocks.flatten(2), scales, None, None, None, "mxfp4", dtype))
 
 

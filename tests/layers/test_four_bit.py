@@ -466,6 +466,10 @@ def test_mxfp4_of_gpt_oss():
     expected[1, 5, 1] = torch.nan
     found = from_mxfp4(blocks, scales).dequantize().double().view_as(expected)
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    with pytest.raises(ValueError, match=r"blocks is \(2, 6, 3, 8\) but must be \(2, 6, 3, 16\)"):
+        from_mxfp4(blocks[..., :8], scales)
+    with pytest.raises(TypeError, match=r"blocks must be torch\.uint8, not torch\.int8"):
+        from_mxfp4(blocks.view(torch.int8), scales)
 
 
 GROUPS, OUT = 3, 24
@@ -526,10 +530,12 @@ def test_fp8_scales_of_whole_experts_and_mistakes():
     for power in (scale, torch.rand(E, 1, 1).to(torch.float8_e8m0fnu)):
         exact = weight.float() * power.float()
         assert torch.equal(from_fp8(weight, power, torch.float32).dequantize(), exact)
-    with pytest.raises(ValueError, match=r"scales is \(4, 3, 1\) but must be \(4, 2, 1\)"):
+    with pytest.raises(ValueError, match=r"scale_inv is \(4, 3, 1\) but must be \(4, 2, 1\)"):
         from_fp8(weight, torch.rand(E, 3, 1))
-    with pytest.raises(TypeError, match=r"packed must be torch.float8_e4m3fn, not torch.float8_e5m2"):
+    with pytest.raises(TypeError, match=r"weight must be torch.float8_e4m3fn, not torch.float8_e5m2"):
         from_fp8(weight.float().to(torch.float8_e5m2), scale)
+    with pytest.raises(ValueError, match=r"weight is on cpu but scale_inv is on meta"):
+        from_fp8(weight, torch.rand(E, 1, 1, device="meta"))
     with pytest.raises(TypeError, match=r"scale_inv must be float32 or float8_e8m0fnu, not torch.uint8"):
         from_fp8(weight, power.view(torch.uint8))
 

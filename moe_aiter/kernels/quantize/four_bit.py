@@ -159,16 +159,16 @@ def check_four_bit(packed, scales, nested, offset, table, format: str) -> None:
     check_device(packed=packed, scales=scales, nested=nested, offset=offset, table=table)
 
 
-def check_fp8(packed: Tensor, scales: Tensor) -> None:
-    """Raise unless these are 8-bit floats and the scales of their blocks."""
-    check_shape("packed", packed, "E", "N", "K")
+def check_fp8(packed: Tensor, scales: Tensor, names: tuple[str, str] = ("packed", "scales")) -> None:
+    """Raise unless these are 8-bit floats and the scales of their blocks, by these names in errors."""
+    check_shape(names[0], packed, "E", "N", "K")
     if packed.dtype != torch.float8_e4m3fn:
-        raise TypeError(f"packed must be torch.float8_e4m3fn, not {packed.dtype}")
+        raise TypeError(f"{names[0]} must be torch.float8_e4m3fn, not {packed.dtype}")
     E, N, K = packed.shape
-    check_whole_shape("scales", scales, (E, cdiv(N, ROW_BLOCK), cdiv(K, ROW_BLOCK)))
+    check_whole_shape(names[1], scales, (E, cdiv(N, ROW_BLOCK), cdiv(K, ROW_BLOCK)))
     if scales.dtype != torch.float32:
-        raise TypeError(f"scales of {FP8} must be torch.float32, not {scales.dtype}")
-    check_device(packed=packed, scales=scales)
+        raise TypeError(f"{names[1]} of {FP8} must be torch.float32, not {scales.dtype}")
+    check_device(**dict(zip(names, (packed, scales), strict=True)))
 
 
 def blocks_of(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> FourBit:
@@ -180,9 +180,8 @@ def blocks_of(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> FourBit:
     scale = scale_inv.detach().float()
     if scale.shape[1:] == (1, 1):
         scale = scale.expand(-1, *(cdiv(size, ROW_BLOCK) for size in weight.shape[1:]))
-    made = FourBit(weight.detach(), scale.contiguous(), None, None, None, FP8, dtype)
-    check_four_bit(made.packed, *made.parts)
-    return made
+    check_fp8(weight, scale, ("weight", "scale_inv"))
+    return FourBit(weight.detach(), scale.contiguous(), None, None, None, FP8, dtype)
 
 
 def expanded_scales(packed, scales, nested, offset, table, format: str) -> tuple[Tensor, Tensor | None]:
