@@ -19,7 +19,7 @@ from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.grouped.gmm import gmm
 from ..layers.by_step import Projection, experts_by_step
 from ..layers.experts import local_part
-from ..private_api import is_changed, is_of_torchao
+from ..private_api import is_changed, is_of_torchao, own_modules, own_parameters
 from ..routing.plan import make_plan
 from .gates import FUNCTIONS, full_name, function_name
 
@@ -163,7 +163,9 @@ OTHERS = {
         lambda module: module["expert_0"].act,
         gated=False,
         dropout=lambda module: module["expert_0"].dropout,
-        parts=lambda module: (part for expert in module.values() for part in expert.modules()),
+        parts=lambda module: (
+            part for expert in module.values() for part in (expert, *own_modules(expert).values())
+        ),
     ),
 }
 NOT_OURS = {
@@ -199,13 +201,16 @@ def reason_against(module: nn.Module, other: Other) -> str:
         if not asks(experts):
             return f"its experts are {type(experts).__name__}"
         return reason_against(experts, OTHERS[class_of(experts)])
-    for part in other.parts(module):
-        own = type(part).__module__ in (type(module).__module__, "transformers.activations")
-        if not own and not type(part).__module__.startswith("torch.nn.modules."):
-            return f"a part is {type(part).__module__}.{type(part).__name__}"
+    parts = list(other.parts(module))
+    for kind in dict.fromkeys(map(type, parts)):
+        own = kind.__module__ in (type(module).__module__, "transformers.activations")
+        if not own and not kind.__module__.startswith("torch.nn.modules."):
+            return f"a part is {kind.__module__}.{kind.__name__}"
+    for part in parts:
         if is_changed(part, (type(part).__call__, type(part).forward)):
             return f"its part {type(part).__name__} has hooks or another forward"
-    weights = [local_part(p) for p in module.parameters()]
+    found = (p for owner in (module, *parts) for p in own_parameters(owner).values())
+    weights = [local_part(p) for p in found if p is not None]
     if torchaos := [p for p in weights if is_of_torchao(p)]:
         return f"a weight is a {type(torchaos[0]).__name__} of torchao"
     dtypes = {p.dtype for p in weights}

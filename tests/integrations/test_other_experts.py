@@ -394,6 +394,19 @@ def test_llama4_with_weights_of_two_dtypes():
         assert torch.equal(model(TOKENS).logits, logits)
 
 
+def test_a_router_of_another_dtype(calls):
+    """It is a module that is called, so the experts run here all the same."""
+    model = tiny("jetmoe").bfloat16()
+    for module in model.modules():
+        if type(module).__name__ == "JetMoeTopKGating":
+            module.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(TOKENS).logits
+        model.set_experts_implementation(NAME)
+        assert paths(model) == {"JetMoeMoE": "fused", "JetMoeParallelExperts": "two products"}
+        assert error(model(TOKENS).logits, want) < 0.05 and "mix_experts" in calls
+
+
 @pytest.mark.parametrize("family", ["longcat_flash", "llama4", "dbrx", "jetmoe", "switch_transformers"])
 def test_weights_of_torchao_run_transformers_code(family):
     model = tiny(family, NAME)
