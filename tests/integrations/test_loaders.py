@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from integrations.checkpoints import change, change_config, save, tensors
+from integrations.checkpoints import change, change_config, same, save, tensors
 from integrations.families import CONVERTED, E, H
 from integrations.test_checkpoints import without_unused
 
@@ -97,6 +97,16 @@ def test_every_expert_has_its_place(family, fused, tmp_path):
             else:
                 assert re.fullmatch(REST[name], key), f"{family}: no loader knows {key}"
         assert not places, f"{family}: missing {sorted(places)}"
+
+
+@pytest.mark.parametrize("family", [family for family in CONVERTED if family != "gpt_oss"])
+def test_all_keys_are_those_of_the_hub(family, tmp_path):
+    """Also those outside of the experts, of a checkpoint in the fused format."""
+    model = save(tmp_path / "theirs", family, fused=True)
+    model.save_pretrained(tmp_path / "hub")
+    convert(tmp_path / "theirs", tmp_path / "ours", check=False)
+    report = convert(tmp_path / "ours", tmp_path / "out", to="hub")
+    assert same(tensors(tmp_path / "out"), tensors(tmp_path / "hub")) and report.differences
 
 
 def test_shards_are_those_of_the_model(tmp_path):

@@ -54,8 +54,8 @@ correction bias and shared experts are there where the family has them.
 In memory, and from save_pretrained(save_original_format=False), transformers 5 uses the "fused" format: the
 experts are experts.gate_up_proj (E, 2I, H), or experts.up_proj (E, I, H) without a gate, and
 experts.down_proj (E, H, I).  In this format, the block of mixtral and minimax_m2 is called mlp, the bias of
-ernie4_5_moe and exaone_moe is part of gate, and the router of Granite has the key router.weight; deepseek_v4
-has the names of deepseek_v3.
+ernie4_5_moe and exaone_moe is part of gate, the router of Granite has the key router.weight, and nemotron_h
+has model. where the hub has backbone.; deepseek_v4 has the names of deepseek_v3.
 
 `REFUSED` lists the families whose layer `MoE` cannot compute, each with the reason.
 """
@@ -196,6 +196,7 @@ FAMILIES = {
         Family(
             "nemotron_h", "NemotronHMoE", "NemotronHForCausalLM", ROUTED,
             "moe_intermediate_size", act="mlp_hidden_act", blocks=("mixer", "mixer"),
+            roots=("backbone.", "model."),
             matrices=("up_proj", "down_proj"), **DEEPSEEK, scale=1.0, groups=(1, 1), shared=NEMOTRON_SHARED,
             latent=("fc1_latent_proj", "fc2_latent_proj"), layers=dict.fromkeys(LISTED),
             only={"mlp_bias": False},

@@ -115,6 +115,7 @@ class Family:
     inner: str = ""  # the entry of config.json that has all of this, if not config.json itself
     blocks: tuple[str, str] = ("mlp", OURS)  # "": the tensors are the layer's own
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: the experts have no gate
+    roots: tuple[str, str] = ("", "")  # what keys begin with that have one name on the hub and one in there
     stacked: tuple[str, ...] = ()  # on the hub, the tensors of all experts, if there is none of each
     transposed: bool = False  # on the hub, stacked ones are (E, H, 2I) and (E, I, H)
     routers: tuple[str, str] = ("gate", "gate")
@@ -146,6 +147,11 @@ class Family:
     def prefix(self, fused: bool) -> str:
         """What the block's keys begin with, after the layer's."""
         return f"{self.blocks[fused]}." if self.blocks[fused] else ""
+
+    def hub_name(self, key: str) -> str:
+        """Return a key of the fused format as the hub has it, in what is no part of the block."""
+        hub, fused = self.roots
+        return hub + key.removeprefix(fused) if key.startswith(fused) else key
 
     def shared_matrices(self, fused: bool) -> tuple[str, ...]:
         return ("gate_proj", "up_proj", "down_proj")[-len(self.matrices) :] if fused else self.matrices

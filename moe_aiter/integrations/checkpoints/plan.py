@@ -45,10 +45,11 @@ class Plan(NamedTuple):
     converted: int = 0  # keys of the source
     copied: int = 0
     kept: tuple[str, ...] = ()  # the names of layers with experts that stay as they are
+    rename: Callable[[str], str] = str  # theirs, from the keys that they and ours have otherwise
 
     def reader(self, checkpoint: Checkpoint, layer: str) -> Callable[..., Tensor]:
         """Return a function that reads a tensor of their module by its name in there, or a place of it."""
-        block = f"{layer.removesuffix(OURS)}{self.family.prefix(self.fused)}"
+        block = self.rename(f"{layer.removesuffix(OURS)}{self.family.prefix(self.fused)}")
         return lambda name, place=(): checkpoint.read(f"{block}{name}", place)
 
 
@@ -114,7 +115,10 @@ def plan_to_theirs(source: Checkpoint, hub: bool = False) -> Plan:
                     made = tuple(reads(source, block + piece.name, part, part.place))
                     outputs.append(NewTensor(theirs + part.name, Spec(dtype, part.shape), made))
     kept = check_rest(source, family, used | idle, problems)
-    return finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
+    plan = finish(source, problems, Plan(outputs, config, family, fused, kwargs, layers, kept=kept), used)
+    rename = family.hub_name if hub and record[1] else str
+    outputs = [output._replace(name=rename(output.name)) for output in plan.outputs]
+    return plan._replace(outputs=outputs, rename=rename)
 
 
 def check_kwargs(kwargs: dict, problems: list[str]) -> None:
@@ -176,8 +180,8 @@ def idle_tensors(source: Checkpoint, family: Family, fused: bool, kwargs: dict) 
 
 
 def check_block(
-    source: Checkpoint, stem: str, block: str, expected: dict, problems: list[str], idle: Set[str] = frozenset(),
-    required: bool = True,
+    source: Checkpoint, stem: str, block: str, expected: dict, problems: list[str],
+    idle: Set[str] = frozenset(), required: bool = True,
 ) -> dict[str, Spec]:  # fmt: skip
     """Hold the keys of a layer's MoE, but not `idle` ones, against `expected`; return their specs by key."""
     pattern = re.compile(re.escape(stem) + BLOCK)
