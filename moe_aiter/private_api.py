@@ -217,14 +217,32 @@ def is_changed(module: nn.Module, methods: tuple) -> bool:
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 
+def fsdp_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of a module that FSDP2 shards, of which torch 2.11 has one at most."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in ([state._fsdp_param_group] if groups is None else groups) if g is not None]
+
+
+def forget_fsdp(unit: nn.Module, module: nn.Module, name: str) -> None:
+    """Let FSDP2 leave a parameter of a module alone, sharded as it is, if it is one of `unit`."""
+    for group in fsdp_groups(unit._get_fsdp_state()):
+        found = [(p, p._module_info) for p in group.fsdp_params]
+        forget(group, [p for p, at in found if at.module is module and at.param_name == name])
+
+
+def forget(group: Any, params: list[Any]) -> None:
+    for p in params:  # or hooks of state_dict and load_state_dict would look for them
+        p._post_load_hook_handle.remove()
+    group.fsdp_params = [p for p in group.fsdp_params if p not in params]
+
+
 def leave_fsdp(module: nn.Module) -> None:
     """Let FSDP2 gather the parameters of a module once more, and forget them."""
     module.unshard()
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
-    for group in [state._fsdp_param_group] if groups is None else list(groups):
-        if group is not None:
-            group.fsdp_params.clear()  # which hooks of state_dict would put in their places again
+    for group in fsdp_groups(state):
+        forget(group, group.fsdp_params)
+    groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         state._fsdp_param_group = None
     else:

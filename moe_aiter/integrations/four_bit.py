@@ -19,14 +19,17 @@ from ..kernels.base.check import check_known, check_parameter_dtype, checked
 from ..kernels.quantize.four_bit import FORMATS, FP8, quantized
 from ..layers.experts import local_part
 from ..layers.four_bit import FourBitWeight
-from ..private_api import own_parameters
+from ..layers.training import is_fsdp
+from ..private_api import forget_fsdp, own_parameters
 from .sharded import (
     BLOCKS,
     EP,
     SCALES,
     buffers_again,
     ep_mesh_of,
+    fsdp_mesh_of,
     quantized_parts,
+    shard_codes,
     share_published,
     take_from_fsdp,
 )
@@ -44,9 +47,10 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     another is replaced, so the peak is the model and the largest weight in 4 bits.  state_dict then has
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
 
-    If ranks share the experts by transformers' expert parallelism, each quantises its own, and all must call
-    this before the first forward pass.  The result is that of one process, but NF4's scales are float32, 4.5
-    bits a number in all.
+    If ranks share the experts by transformers' expert parallelism, each quantises its own.  If FSDP2 alone
+    shards them, each rank quantises one whole weight after another, and FSDP2 shards the codes.  All ranks
+    must call this before the first forward pass.  The result is that of one process, but NF4's scales are
+    float32, 4.5 bits a number in all.
 
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
     decorator, experts with adapters or that are sharded otherwise, and a weight that has no 4 bits, which
@@ -72,12 +76,18 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
         mesh = take_from_fsdp(module, names_of(module))
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
-                w = local_part(own_parameters(module)[weight])
+                p = own_parameters(module)[weight]
+                fsdp = fsdp_mesh_of(p)
+                w = local_part(p) if fsdp is None else p.to(fsdp.device_type).full_tensor()
                 w = w.mT if module.is_transposed else w
                 if mesh is None:
                     packed = FourBitWeight(quantized(w, format))
                 else:
                     packed = quantized_parts(w, format, mesh)
+                if fsdp is not None:
+                    shard_codes(packed, fsdp)
+                    for unit in filter(is_fsdp, model.modules()):
+                        forget_fsdp(unit, module, weight)
                 del own_parameters(module)[weight]
                 setattr(module, weight, packed)
         module.requires_grad_(False)
@@ -89,9 +99,10 @@ def check_packable(module: nn.Module, name: str, block: int) -> None:
     w = own_parameters(module).get(name)
     if w is None:
         raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")
-    if hasattr(w, "placements") and ep_mesh_of(w) is None:
+    if hasattr(w, "placements") and ep_mesh_of(w) is None and fsdp_mesh_of(w) is None:
         raise ValueError(
-            f"{name} of {type(module).__name__} is sharded, but not by experts: load with an ep_size above 1"
+            f"{name} of {type(module).__name__} is sharded, but not by experts: load without tp_size or with "
+            "an ep_size above 1"
         )
     width = w.shape[1 if module.is_transposed else 2]
     if width % block:

@@ -3,7 +3,7 @@
 transformers shards a model while it loads it: each rank of the axis `ep` of a mesh has the parameters of some
 of the experts, as DTensors, and FSDP2 shards these over `efsdp` and all other parameters over `fsdp`.
 Adapters, which are made afterwards, are sharded here in the same way.  Weights of 4 bits are shared over
-`ep`, as buffers that FSDP2 leaves alone.
+`ep`, as buffers that FSDP2 leaves alone; without expert parallelism, FSDP2 shards them as frozen parameters.
 """
 
 import dataclasses
@@ -134,6 +134,12 @@ def buffers_again(module: nn.Module) -> None:
         module.register_buffer(name, p.detach())
 
 
+def fsdp_mesh_of(t: Tensor | None) -> "DeviceMesh | None":
+    """Return the mesh over which FSDP2 alone shards a weight, by experts."""
+    axes = [placement.dim for placement in getattr(t, "placements", ()) if placement.is_shard()]
+    return t.device_mesh if t is not None and axes == [0] and ep_mesh_of(t) is None else None
+
+
 def take_from_fsdp(module: nn.Module, names: tuple[str, str]) -> "DeviceMesh | None":
     """Take experts that ranks share out of FSDP2, and return the mesh of these ranks, None without any.
 
@@ -146,6 +152,14 @@ def take_from_fsdp(module: nn.Module, names: tuple[str, str]) -> "DeviceMesh | N
             if p is not None and name not in names:  # a copy: FSDP2 may free the memory
                 own_parameters(module)[name] = nn.Parameter(from_part(local_part(p.detach()).clone(), mesh))
     return mesh
+
+
+def shard_codes(weight: FourBitWeight, mesh: "DeviceMesh") -> None:
+    """Let FSDP2 shard the codes and scales of a weight, which is whole, by experts."""
+    from torch.distributed.fsdp import fully_shard
+
+    weight.shard(lambda t: nn.Parameter(t, requires_grad=False))
+    fully_shard(weight, mesh=mesh, reshard_after_forward=True)
 
 
 def quantized_parts(w: Tensor, format: str, mesh: "DeviceMesh") -> FourBitWeight:

@@ -27,6 +27,7 @@ from moe_aiter.integrations.transformers import (
     register,
 )
 from moe_aiter.kernels.quantize.four_bit import quantized
+from moe_aiter.layers.four_bit import FourBitWeight
 
 from ..distributed.ranks import gpus, leave, run, whole
 from .families import WIDE_FAMILIES, WIDE_SIZES
@@ -58,6 +59,9 @@ CASES = {  # the family, its weights in 4 bits, the adapters, the mesh, and the 
     "mxfp4, fsdp alone": ("gpt_oss", "published", {}, {"ep_size": 1}, {}),
     "nf4": ("qwen3_moe", "nf4", {}, {}, {}),
     "nf4, dora": ("qwen3_moe", "nf4", {"dora": True}, {}, {}),
+    "nf4, fsdp alone": ("qwen3_moe", "nf4", {}, {"ep_size": 1}, {}),
+    "nf4, dora, fsdp alone": ("qwen3_moe", "nf4", {"dora": True}, {"ep_size": 1}, {}),
+    "quantised to mxfp4, fsdp alone": ("gpt_oss", "mxfp4", {}, {"ep_size": 1}, {}),
 }  # fmt: skip
 LOADED = "lora", "nf4"
 TRAINED = "lora", "nf4", "mxfp4"
@@ -75,7 +79,7 @@ def load(folder: pathlib.Path, case: str, adapted: bool = True, seed: int = 3, *
         model = AutoModelForCausalLM.from_pretrained(
             folder / family, experts_implementation=NAME, dtype=torch.float32, **options
         )
-    if bits == "nf4":
+    if bits in ("nf4", "mxfp4"):
         quantize_experts(model, bits)
     for experts in filter(is_experts, model.modules()) if case == "no kernel has its gate" else ():
         experts.act_fn = nn.Tanh()
@@ -129,7 +133,12 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
     for case, (_, _, _, sizes, options) in CASES.items():
         register(**{"rows": 2.0, "max_tokens": 10**3} | options)
         model = load(folder, case, **meshes(**sizes))
+        if case.startswith("nf4"):
+            model.load_state_dict(model.state_dict())
         results[case] = step(model, tokens)
+        if case.startswith("nf4"):
+            codes = [m.packed for m in model.modules() if isinstance(m, FourBitWeight)]
+            assert [len(t.to_local()) for t in codes] == [2, 2] and [len(t) for t in codes] == [4, 4]
         if case == "transposed, windows":
             results["check"] = check(model)
             save_lora(model, folder / "stacked")
@@ -148,8 +157,8 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
 
 
 def refused(folder: pathlib.Path, tokens: torch.Tensor) -> None:
-    model = load(folder, "lora", adapted=False, **meshes(ep_size=1))
-    with pytest.raises(ValueError, match="is sharded, but not by experts: load with an ep_size above 1"):
+    model = load(folder, "lora", adapted=False, **meshes(fsdp_size=1, tp_size=2, ep_size=1))
+    with pytest.raises(ValueError, match="is sharded, but not by experts: load without tp_size or with an"):
         quantize_experts(model)
     our_peft.register()
     for how in (NAME, "all_to_all"):
@@ -294,8 +303,8 @@ def check_training(folder: pathlib.Path, world: int, mesh: dict, device: str, ba
 @pytest.mark.full
 @pytest.mark.parametrize(
     "world, mesh",
-    [(2, {}), (4, {"fsdp_size": 4}), (4, {"dp_replicate_size": 2})],
-    ids=["ep 2", "ep 2, efsdp 2", "ep 2, replicated"],
+    [(2, {}), (4, {"fsdp_size": 4}), (4, {"dp_replicate_size": 2}), (2, {"ep_size": 1})],
+    ids=["ep 2", "ep 2, efsdp 2", "ep 2, replicated", "fsdp alone"],
 )
 def test_training(folder, world, mesh):
     check_training(folder, world, mesh, "cpu", "gloo", 1e-5)
