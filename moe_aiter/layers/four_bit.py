@@ -127,7 +127,10 @@ class FourBitExperts(SteppedExperts, WithOptions):
         gate_up, down, gate_up_bias, down_bias = weights
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         if x.dtype != gate_up.dtype:
-            raise TypeError(f"x is {x.dtype} but the weights of 4 bits stand for {gate_up.dtype}")
+            raise TypeError(
+                f"x is {x.dtype} but the frozen weights stand for {gate_up.dtype}: call .to({x.dtype}) of "
+                "the experts, which changes no code, or give x in the other dtype"
+            )
         check_plan(plan)
         up, down = Projection(gate_up, gate_up_bias), Projection(down, down_bias)
         return experts_by_step(x, up, self.options.activate, down, routing_weights, RoutePlan(*plan))

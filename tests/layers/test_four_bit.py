@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from check import error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,7 +201,8 @@ def test_dtype_moves_no_code_and_no_scale():
         assert b.dtype == before[name].dtype and torch.equal(b, before[name])
     x, weights, plan = routed("cpu", torch.bfloat16)
     assert experts(x, weights, plan).dtype == torch.bfloat16
-    with pytest.raises(TypeError, match=r"x is torch\.float32 but the weights of 4 bits stand for"):
+    why = r"x is torch\.float32 but the frozen weights stand for torch\.bfloat16: call \.to\(torch\.float32\)"
+    with pytest.raises(TypeError, match=why):
         experts(x.float(), weights, plan)
     with torch.autocast("cpu", torch.bfloat16):
         assert experts(x.float(), weights, plan).dtype == torch.bfloat16
@@ -522,7 +524,13 @@ def test_fp8(device, adapted, tmp_path):
     assert state[next(k for k in state if k.endswith("gate_up.packed"))].dtype == torch.float8_e4m3fn
     small.load_state_dict(state)
     assert small.to(torch.bfloat16).state_dict().keys() == state.keys()
-    assert (small.experts if adapted is None else small.experts.base).gate_up.packed.itemsize == 1
+    experts = small.experts if adapted is None else small.experts.base
+    assert experts.gate_up.packed.itemsize == 1 and experts.gate_up.scales.dtype == torch.float32
+    for dtype in (torch.float16, torch.bfloat16):
+        x, weights, plan = routed(device, dtype)
+        want = small.float().experts(x.float(), weights, plan)
+        found = small.to(dtype).experts(x, weights, plan)
+        assert found.dtype == dtype and error(found, want) < 0.05
 
 
 def test_fp8_scales_of_whole_experts_and_mistakes():
