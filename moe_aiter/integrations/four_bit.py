@@ -37,6 +37,8 @@ from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, names_of, re
 
 __all__ = ["load_gpt_oss", "quantize_experts"]
 
+CONVERSIONS = "_weight_conversions"  # of a model: with these, save_pretrained would divide codes like weights
+
 
 @torch.no_grad()
 @checked
@@ -45,7 +47,8 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
 
     format: "nf4", "mxfp4" or "int4"; rows must be a multiple of 64, 32 or 128 numbers.  One weight after
     another is replaced, so the peak is the model and the largest weight in 4 bits.  state_dict then has
-    `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.
+    `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.  save_pretrained,
+    and so the checkpoints of a Trainer, have the same keys, for load_state_dict of such a model.
 
     If ranks share the experts by transformers' expert parallelism, each quantises its own.  If FSDP2 alone
     shards them, each rank quantises one whole weight after another, and FSDP2 shards the codes.  All ranks
@@ -91,6 +94,7 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
                 del own_parameters(module)[weight]
                 setattr(module, weight, packed)
         module.requires_grad_(False)
+    setattr(model, CONVERSIONS, [])
     model.set_experts_implementation(NAME)
     return list(found)
 

@@ -114,6 +114,22 @@ def test_other_dtypes(which, dtype, request):
     assert model.float()(TOKENS).logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "family, format", [("qwen3_moe", "nf4"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "mxfp4")]
+)
+def test_saved_by_save_pretrained(family, format, tmp_path):
+    """The keys are those of state_dict; transformers would divide the codes of a stacked weight by expert."""
+    tiny(family).save_pretrained(tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    quantize_experts(model, format)
+    model.save_pretrained(tmp_path / "packed")
+    found, state = load_file(tmp_path / "packed" / "model.safetensors"), model.state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(found[name], t) for name, t in state.items())
+    quantize_experts(other := tiny(family), format)
+    other.load_state_dict(found)
+    assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+
+
 def train(model, steps=20):
     """The loss of each step, on one batch."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
