@@ -173,12 +173,18 @@ def is_of_torchao(value: object) -> bool:
     )
 
 
+def outside_of_dynamo(fn: Callable[..., T]) -> Callable[..., T]:
+    """Let Dynamo call a function of constants, and not read it: it misreads names of functions and modules.
+
+    torch.compiler.assume_constant_result does the same, but imports Dynamo.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@outside_of_dynamo
 def is_torchaos(kind: type) -> bool:
     return kind.__module__.startswith("torchao.")
-
-
-# Dynamo cannot read the name of a class's module; torch.compiler.assume_constant_result would import Dynamo
-is_torchaos._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

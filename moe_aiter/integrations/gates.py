@@ -9,7 +9,7 @@ from torch import nn
 
 from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import check_positive
-from ..private_api import is_changed
+from ..private_api import is_changed, outside_of_dynamo
 
 __all__: list[str] = []
 
@@ -93,6 +93,7 @@ def gate_before(limit: float) -> float:
     return gate
 
 
+@outside_of_dynamo
 def full_name(kind) -> str:
     """Return the full name of a class, or of a function that wraps no other function; otherwise ""."""
     if not isinstance(kind, (type, types.FunctionType)) or hasattr(kind, "__wrapped__"):

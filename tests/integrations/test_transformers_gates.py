@@ -268,11 +268,12 @@ def test_a_norm_with_dropped_choices(dropped, fused):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v4.DeepseekV4Experts", "muse_spark.MuseSparkExperts"])
-def test_compile(kind):
+def test_compile(kind, fused):
     model, _, name = kind.partition(".")
     experts = new_experts(f"transformers.models.{model}.modeling_{model}", name)
     inputs = torch.randn(T, H, dtype=torch.float64), torch.randint(E, (T, TOP_K)), torch.rand(T, TOP_K)
     out = torch.compile(experts, fullgraph=True, backend="aot_eager")(*inputs)
+    assert len(fused) == 1
     assert error(out, experts(*inputs)) < 1e-12
 
 
