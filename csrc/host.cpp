@@ -188,13 +188,15 @@ static void topk(Array<T> scores, Array<T> values, Array<int64_t> ids, int threa
 // Calls fn with the activation of that name, whose numbers are `limits`.
 template <class Fn>
 static void with_activation(const std::string& name, const std::vector<float>& limits, const Fn& fn) {
-  require_equal("the number of limits", limits.size(), "that of this activation", name == "silu_limit" ? 4 : 0);
+  const int64_t expected = name == "silu_limit" ? 4 : name == "silu_softcap" ? 2 : 0;
+  require_equal("the number of limits", limits.size(), "that of this activation", expected);
   if (name == "silu") return fn(host::Silu{});
   if (name == "gelu") return fn(host::Gelu{});
   if (name == "gelu_tanh") return fn(host::GeluTanh{});
   if (name == "relu") return fn(host::Relu{});
   if (name == "relu2") return fn(host::Relu2{});
   if (name == "silu_limit") return fn(host::SiluLimit{limits[0], limits[1], limits[2], limits[3]});
+  if (name == "silu_softcap") return fn(host::SiluSoftcap{limits[0], limits[1]});
   throw py::value_error("unknown activation " + name);
 }
 

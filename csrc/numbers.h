@@ -1,4 +1,4 @@
-// float32 arithmetic that the compiler can vectorise: bfloat16, exp, erf and the activations.
+// float32 arithmetic that the compiler can vectorise: bfloat16, exp, erf, tanh and the activations.
 #pragma once
 
 #include <cstdint>
@@ -83,6 +83,17 @@ ALWAYS_INLINE float erf(float x) {
   return x < 0 ? -y : y;
 }
 
+// tanh(x) to 4 ulp.  Near 0, where the difference would cancel, it is x plus a minimax polynomial.
+ALWAYS_INLINE float tanh(float x) {
+  const float s = x * x;
+  float near = 0.01643744f;
+  near = near * s - 0.05267174f;
+  near = near * s + 0.13320724f;
+  near = near * s - 0.33332947f;
+  near = near * s * x + x;
+  return s < 0.3f ? near : 2.0f / (1.0f + exp(-2.0f * x)) - 1.0f;
+}
+
 // f and its slope, and h of what f is multiplied by, as in moe_aiter/kernels/base/activations.py.
 struct Identity {
   static ALWAYS_INLINE float up(float x) { return x; }
@@ -150,6 +161,21 @@ struct SiluLimit {
     return (x > up_limit ? up_limit : x < -up_limit ? -up_limit : x) + up_offset;
   }
   ALWAYS_INLINE float up_slope(float x) const { return x > up_limit ? 0.0f : x < -up_limit ? 0.0f : 1.0f; }
+};
+
+struct SiluSoftcap {
+  float gate_cap, up_cap;
+  ALWAYS_INLINE float value(float x) const { return gate_cap * tanh(x / gate_cap) / (1.0f + exp(-x)); }
+  ALWAYS_INLINE void both(float x, float& value, float& slope) const {
+    const float t = tanh(x / gate_cap), sig = 1.0f / (1.0f + exp(-x));
+    value = gate_cap * t * sig;
+    slope = sig * (1.0f - t * t) + value * (1.0f - sig);
+  }
+  ALWAYS_INLINE float up(float x) const { return up_cap * tanh(x / up_cap); }
+  ALWAYS_INLINE float up_slope(float x) const {
+    const float t = tanh(x / up_cap);
+    return 1.0f - t * t;
+  }
 };
 
 }  // namespace host

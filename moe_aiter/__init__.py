@@ -17,7 +17,7 @@ from . import torch_ops as _torch_ops
 if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` imports the same
     # isort: off
     # fmt: off
-    from .kernels.base.activations import swiglu_limit
+    from .kernels.base.activations import swiglu_limit, swiglu_softcap
     from .kernels.dense.gemm import gemm
     from .kernels.dense.scaled_gemm import scaled_gemm
     from .kernels.experts.glu import glu
@@ -59,12 +59,12 @@ __all__ = [
     "load_statistics", "make_plan", "nptgmm", "offload", "pack_routes", "patch_linear", "permute",
     "preshuffle_weights", "ptgmm", "quantization_report", "quantize", "record_routes", "register_kernel",
     "replay_routes", "route", "route_to", "scaled_gemm", "segment_gmm", "sequence_balance_loss",
-    "set_aux_loss", "set_loss_scale", "sort_by_expert", "sparse_gemm", "swiglu_limit", "tgmm", "topk",
-    "unfuse", "unpatch_linear", "unpermute", "use", "use_main_grad", "z_loss",
+    "set_aux_loss", "set_loss_scale", "sort_by_expert", "sparse_gemm", "swiglu_limit", "swiglu_softcap",
+    "tgmm", "topk", "unfuse", "unpatch_linear", "unpermute", "use", "use_main_grad", "z_loss",
 ]  # fmt: skip
 
 _MODULES = {  # module: its public names; all others are of layers
-    "kernels.base.activations": "swiglu_limit",
+    "kernels.base.activations": "swiglu_limit swiglu_softcap",
     "kernels.dense.gemm": "gemm",
     "kernels.dense.scaled_gemm": "scaled_gemm",
     "kernels.experts.keep_fp8": "keep_fp8_weights",

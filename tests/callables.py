@@ -311,6 +311,7 @@ OURS = {
         "top_k": 2,
     },
     "swiglu_limit": lambda: {"gate_max": 10.0, "up_limit": 10.0, "alpha": 1.702, "up_offset": 1.0},
+    "swiglu_softcap": lambda: {"gate_cap": 4.0, "up_cap": 25.0},
     "topk": lambda: {"scores": rand(T, E), "k": K},
     "unfuse": lambda: {"model": nn.Sequential(*ours.fuse_qkv(*linears(3)))},
     "unpermute": lambda: {"x": rand(T * K, H), "plan": plan(), "routing_weights": rand(T, K)},

@@ -22,7 +22,7 @@ from compile_products import (
     run_masked,
     run_scaled,
 )
-from shapes import LIMITED
+from shapes import CAPPED, LIMITED
 
 from moe_aiter import tuning
 from moe_aiter.kernels import hopper
@@ -187,11 +187,12 @@ def on_hopper(case):
     return lambda: case.run(module("gemm").bind_gemm)
 
 
-GATED = [a.name for a in ACTIVATIONS.values() if a.gated]
-KINDS = [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED]
+NAMES = [*ACTIVATIONS, CAPPED]
+GATED = [name for name in NAMES if get_activation(name).gated]
+KINDS = [(name, False) for name in NAMES] + [(name, True) for name in GATED]
 RUNS = {
-    **{f"up {name}": functools.partial(run_hopper_up, name, bias=True) for name in ACTIVATIONS},
-    **{f"down_grad {name}": functools.partial(run_hopper_down_grad, name) for name in ACTIVATIONS},
+    **{f"up {name}": functools.partial(run_hopper_up, name, bias=True) for name in NAMES},
+    **{f"down_grad {name}": functools.partial(run_hopper_down_grad, name) for name in NAMES},
     **{f"up {name} interleaved": functools.partial(run_hopper_up, name, True, bias=True) for name in GATED},
     **{
         f"down_grad {name} interleaved": functools.partial(run_hopper_down_grad, name, True) for name in GATED
@@ -273,7 +274,7 @@ RUNS = {
     "masked gmm, odd blocks": lambda: run_hopper_masked(E4M3, k=2880, scales=None, sizes=None),
     "masked gmm, short": lambda: run_hopper_masked(E4M3, k=16, m=128, out=F16),
     "masked gmm, float32 out": lambda: run_hopper_masked(E4M3, out=F32),
-    **{f"up fp8 {name}": functools.partial(run_hopper_up, name, fp8=E4M3) for name in ACTIVATIONS},
+    **{f"up fp8 {name}": functools.partial(run_hopper_up, name, fp8=E4M3) for name in NAMES},
     "up fp8 float16": lambda: run_hopper_up(dtype=F16, fp8=E4M3),
     "up fp8 interleaved": lambda: run_hopper_up(interleaved=True, bias=True, fp8=E4M3),
     "up fp8 without z": lambda: run_hopper_up(save_z=False, fp8=E4M3),
@@ -282,14 +283,14 @@ RUNS = {
     **{f"gmm fp8 {f}": functools.partial(run_hopper_gmm, fp8=f) for f in hopper.OCP},
     **{
         f"up of blocks {name}": functools.partial(run_hopper_up, name, bias=True, fp8=E4M3, blocks=True)
-        for name in ACTIVATIONS
+        for name in NAMES
     },
     "up of blocks interleaved": lambda: run_hopper_up(interleaved=True, fp8=E4M3, blocks=True),
     "up of blocks without z": lambda: run_hopper_up(save_z=False, fp8=E4M3, blocks=True),
     "up of blocks without a": lambda: run_hopper_up(save_a=False, fp8=E4M3, blocks=True),
     **{
         f"down_grad of blocks {name}": functools.partial(run_hopper_down_grad, name, fp8=E4M3, blocks=True)
-        for name in ACTIVATIONS
+        for name in NAMES
     },
     **{
         f"gmm of blocks {k} {some}": functools.partial(

@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Case, compiling_for, in_passes, ints, new, with_tile
 from check import launcher
 from compile_four_bit import rounds_scales_twice, run_four_bit
-from shapes import LIMITED
+from shapes import CAPPED, LIMITED
 
 from moe_aiter import tuning
 from moe_aiter.kernels.base.activations import get_activation
@@ -286,6 +286,7 @@ TUNED = {
 FULL = Shape()
 SHORT = Shape(n=1032, k=360)
 ODD = Shape(rows=1000, n=2 * 331, k=333)  # masked loads of single elements: may spill, must compile
+NUMBERED = (LIMITED, True), (CAPPED, True), (CAPPED, False)  # activations, and whether interleaved
 GROUPED = {
     "gmm by rows": lambda: run_gmm(Shape(transposed=True)),
     "gmm of short sums": lambda: run_gmm(SHORT),
@@ -307,14 +308,14 @@ GROUPED = {
     "tgmm columns first": lambda: run_tgmm_gather(FULL, columns_first=True),
     "tgmm accumulate": lambda: run_tgmm_accumulate(FULL),
     "up interleaved with bias": lambda: run_up(FULL, interleaved=True, bias=True),
-    "up swiglu_limit": lambda: run_up(FULL, activation=LIMITED, interleaved=True, bias=True),
+    "up with numbers": lambda: [run_up(FULL, a, i, True) for a, i in NUMBERED],
     "up without a": lambda: run_up(FULL, save_a=False),
     "up relu2 without z": lambda: run_up(FULL, activation="relu2", save_z=False),
     "up to a rank": lambda: run_up(Shape(n=16), activation="relu", save_a=False),
     "gmm from a rank": lambda: run_gmm(Shape(k=16)),
     "up geglu odd": lambda: run_up(ODD, activation="geglu"),
     "down_grad interleaved": lambda: [run_down_grad(FULL, a, True) for a in ("swiglu", "geglu", "reglu")],
-    "down_grad swiglu_limit": lambda: run_down_grad(FULL, activation=LIMITED, interleaved=True),
+    "down_grad with numbers": lambda: [run_down_grad(FULL, a, i) for a, i in NUMBERED],
     "down_grad relu2 frozen": lambda: run_down_grad(FULL, activation="relu2", need_a=False),
     "down_grad geglu odd": lambda: run_down_grad(ODD, activation="geglu"),
     **{
@@ -374,8 +375,6 @@ ONE_ROW = {
     "everything": dataclasses.replace(EVERYTHING, m=1),
     **{name: Dense(m=1, activation=name, save_z=True) for name in ACTIVATIONS},
 }
-
-
 MASKED = {
     "mixed": lambda: run_masked(w=E5M2),
     "mixed, few": lambda: run_masked(16, x=E5M2, w=E4M3),

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation, swiglu_limit
+from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation, swiglu_limit, swiglu_softcap
 
 GROUP_SIZES = {
     "even": [32, 32, 32],
@@ -30,7 +30,8 @@ MATRICES = {  # K, N
 }
 
 LIMITED = swiglu_limit(2.5, 1.5, 0.75, -0.5)  # four unlike numbers, with many random ones beyond them
-NAMES = [*ACTIVATIONS, LIMITED]
+CAPPED = swiglu_softcap(1.5, 2.5)  # caps that bend most random numbers
+NAMES = [*ACTIVATIONS, LIMITED, CAPPED]
 KINDS = [(name, False) for name in NAMES] + [(name, True) for name in NAMES if get_activation(name).gated]
 
 TINY = {f"{a} x {b}": (a, b) for a in (0, 1, 5) for b in (0, 1, 5) if (a, b) != (5, 5)}  # K, N or H, I

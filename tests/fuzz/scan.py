@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import moe_aiter
-from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
+from moe_aiter.kernels.base.activations import get_activation
 
+from ..shapes import NAMES
 from .draw import DEVICE, ON_GPU, Draw
 
 EACH, FORMS, MOST = 50, 40, 130
@@ -56,7 +57,7 @@ def experts(draw: Shape) -> tuple[Callable, list[Tensor]]:
         of.form.randint(1, 12),
         of.form.randint(1, 4),
         draw.dtype(),
-        of.pick(*ACTIVATIONS),
+        of.pick(*NAMES),
     )
     gated, bias, by_columns = get_activation(activation).gated, of.flip(0.3), of.flip()
     how = {"activation": activation, "interleaved": gated and of.flip()}

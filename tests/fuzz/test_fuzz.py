@@ -43,7 +43,9 @@ NOT_FUZZED = {
         "move routes between models: tests/layers/test_route_replay.py",
     ),
     "use": "each case runs under it, called by the fuzzer itself",
-    "swiglu_limit": "returns a name: tests/kernels/base/test_activations.py",
+    **dict.fromkeys(
+        ("swiglu_limit", "swiglu_softcap"), "return names: tests/kernels/base/test_activations.py"
+    ),
     "unpatch_linear": "ends every patch of the process: tests/layers/test_linear.py",
 }
 NOT_REACHED = {  # ops that no case can reach here, and what tests them

@@ -4,11 +4,16 @@ import torch
 import torch.nn.functional as F
 
 LIMITED = "swiglu_limit(2.5, 1.5, 0.75, -0.5)"
+CAPPED = "swiglu_softcap(1.5, 2.5)"
 
 
 def limited(gate, up, gate_max, up_limit, alpha, up_offset):
     gate, up = gate.clamp(max=gate_max), up.clamp(-up_limit, up_limit)
     return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
+
+
+def capped(x, cap):
+    return torch.tanh(x / cap) * cap
 
 
 ACTIVATIONS = {
@@ -22,8 +27,9 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda up: F.relu(up) ** 2,
     LIMITED: lambda gate, up: limited(gate, up, 2.5, 1.5, 0.75, -0.5),
+    CAPPED: lambda gate, up: capped(gate, 1.5) * torch.sigmoid(gate) * capped(up, 2.5),
 }
-GATED = ("swiglu", "swiglu_oai", LIMITED, "geglu", "geglu_tanh", "reglu")
+GATED = ("swiglu", "swiglu_oai", LIMITED, CAPPED, "geglu", "geglu_tanh", "reglu")
 
 
 def mlp(x, gate_up, down, gate_up_bias, down_bias, activation, interleaved=False):

@@ -10,6 +10,10 @@ swiglu_oai, and of DeepSeek-V4 (DeepSeek-AI 2026), whose alpha is 1 and whose up
     g = min(gate, gate_max)
     u = min(max(up, -up_limit), up_limit)
     out = g * sigmoid(alpha * g) * (u + up_offset)
+
+`swiglu_softcap` is the SwiGLU of Inkling 2 (Thinking Machines Lab 2026):
+
+    out = gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * up_cap * tanh(up / up_cap)
 """
 
 import dataclasses
@@ -37,10 +41,18 @@ class Limits(NamedTuple):
     up_offset: float
 
 
+class Caps(NamedTuple):
+    """The numbers of `swiglu_softcap`, by the names of its arguments."""
+
+    gate_cap: float
+    up_cap: float
+
+
 SMALLEST, LARGEST = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
 OAI = Limits(gate_max=7.0, up_limit=7.0, alpha=1.702, up_offset=1.0)
 # Triton takes constants of a function from its globals; `with_limits` makes copies that have other globals
 GATE_MAX, UP_LIMIT, ALPHA, UP_OFFSET = map(tl.constexpr, OAI)
+GATE_CAP, UP_CAP = map(tl.constexpr, Caps(gate_cap=4.0, up_cap=25.0))
 
 
 @triton.jit
@@ -95,6 +107,37 @@ def up_limit(x):
 
 
 @triton.jit
+def sigmoid(x):
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def capped(x, cap: tl.constexpr):
+    """cap * tanh(x / cap), and its slope, 0 at both ends.  NaN stays NaN."""
+    y = x * (1 / cap)
+    s = y * y
+    near = y + y * s * (-0.33332947 + s * (0.13320724 + s * (-0.05267174 + s * 0.01643744)))
+    # near 0 the difference would cancel: there a polynomial, exact to 2^-24
+    t = tl.where(s < 0.3, near, 2 * sigmoid(x * (2 / cap)) - 1)
+    return t * cap, 1 - t * t
+
+
+@triton.jit
+def silu_softcap(x):
+    """gate_cap * tanh(x / gate_cap) * sigmoid(x), and its slope."""
+    sig = sigmoid(x)
+    value, slope = capped(x, GATE_CAP)
+    value *= sig
+    return value, slope * sig + (value - value * sig)
+
+
+@triton.jit
+def up_softcap(x):
+    """up_cap * tanh(x / up_cap), and its slope."""
+    return capped(x, UP_CAP)
+
+
+@triton.jit
 def identity(x):
     """x, and its slope, with which the compiler multiplies nothing."""
     return x, 1.0
@@ -124,7 +167,11 @@ def torch_silu_limit(x: Tensor, n: Limits) -> Tensor:
     return x * torch.sigmoid(n.alpha * x)
 
 
-FUNCTIONS = {  # in torch, with `Limits` if there are; and in Triton, in float32, x -> (value, slope)
+def torch_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
+
+
+FUNCTIONS = {  # in torch, with its numbers if there are; and in Triton, in float32, x -> (value, slope)
     "silu": (F.silu, silu),
     "gelu": (torch_gelu, gelu),
     "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), gelu_tanh),
@@ -132,14 +179,23 @@ FUNCTIONS = {  # in torch, with `Limits` if there are; and in Triton, in float32
     "relu2": (lambda x: F.relu(x).square(), relu2),
     "silu_limit": (torch_silu_limit, silu_limit),
     "up_limit": (lambda x, n: x.clamp(-n.up_limit, n.up_limit) + n.up_offset, up_limit),
+    "silu_softcap": (lambda x, n: torch_cap(x, n.gate_cap) * torch.sigmoid(x), silu_softcap),
+    "up_softcap": (lambda x, n: torch_cap(x, n.up_cap), up_softcap),
     "identity": (lambda x: x, identity),
 }
 
 
-def with_limits(function: Callable, limits: Limits, jit: Callable) -> Callable:
+def with_globals(function: Callable, jit: Callable, **names) -> Callable:
+    """Return a copy of a Triton or Gluon function that finds these functions and constants by their names."""
+    fn = function.fn
+    return jit(types.FunctionType(fn.__code__, fn.__globals__ | names, fn.__name__))
+
+
+def with_limits(function: Callable, limits: Limits | Caps, jit: Callable) -> Callable:
     """Return a copy of a Triton or Gluon function with these numbers for its global constants."""
-    fn, constants = function.fn, {name.upper(): tl.constexpr(n) for name, n in limits._asdict().items()}
-    return jit(types.FunctionType(fn.__code__, fn.__globals__ | constants, fn.__name__))
+    return with_globals(
+        function, jit, **{name.upper(): tl.constexpr(n) for name, n in limits._asdict().items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +203,7 @@ class Activation:
     name: str
     base: str  # f, by the name that the C++ extension knows, where the h that goes with it is known as well
     up: str | None = None  # h, or None for a plain activation
-    limits: tuple[Limits] | tuple[()] = ()  # further arguments of f and h
+    limits: tuple[Limits | Caps] | tuple[()] = ()  # further arguments of f and h
 
     @property
     def gated(self) -> bool:
@@ -209,10 +265,6 @@ ACTIVATIONS = {
 }
 
 
-_numbered: dict[str, Activation] = {}  # by name; torch.compile warns of functools.cache
-FORM = re.compile(r"swiglu_limit\((.*)\)")  # an activation by its numbers, as `swiglu_limit` writes it
-
-
 def swiglu_limit(gate_max: float, up_limit: float, alpha: float = 1.0, up_offset: float = 0.0) -> str:
     """Return the name of SwiGLU with limits, which every `activation` argument takes.
 
@@ -230,12 +282,40 @@ def swiglu_limit(gate_max: float, up_limit: float, alpha: float = 1.0, up_offset
     check_positive(gate_max=gate_max, up_limit=up_limit, alpha=alpha)
     check_finite(up_offset=up_offset)
     limits = Limits(*map(float, (gate_max, up_limit, alpha, up_offset)))
-    for name, number in limits._asdict().items():
+    return "swiglu_oai" if limits == OAI else named("swiglu_limit", limits)
+
+
+def swiglu_softcap(gate_cap: float, up_cap: float) -> str:
+    """Return the name of SwiGLU with soft caps, which every `activation` argument takes.
+
+        out = gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * up_cap * tanh(up / up_cap)
+
+    Inkling 2 has (4, 25).  Each pair of numbers has kernels of its own, compiled when they are first used.
+
+    Source: Inkling 2 (Thinking Machines Lab 2026), as transformers has it.
+    Raises ValueError unless both numbers are above 0 and within the normal numbers of float16, 6.1e-5 to
+    65504; TypeError if one is no number.
+    """
+    check_positive(gate_cap=gate_cap, up_cap=up_cap)
+    return named("swiglu_softcap", Caps(float(gate_cap), float(up_cap)))
+
+
+def named(function: str, numbers: Limits | Caps) -> str:
+    """Return the name that a function of `NUMBERED` gives to these numbers; checks that float16 has them."""
+    for name, number in numbers._asdict().items():
         if number and not SMALLEST <= abs(number) <= LARGEST:
             raise ValueError(
                 f"{name} must be a normal float16, {SMALLEST:.2g} to {LARGEST:.0f}, not {number}"
             )
-    return "swiglu_oai" if limits == OAI else f"swiglu_limit({', '.join(map(repr, limits))})"
+    return f"{function}({', '.join(map(repr, numbers))})"
+
+
+NUMBERED = {  # functions that name activations, of 2 numbers or more; the numbers, f and h
+    "swiglu_limit": (swiglu_limit, Limits, "silu_limit", "up_limit"),
+    "swiglu_softcap": (swiglu_softcap, Caps, "silu_softcap", "up_softcap"),
+}
+_numbered: dict[str, Activation] = {}  # by name; torch.compile warns of functools.cache
+FORM = re.compile(rf"({'|'.join(NUMBERED)})\((.*)\)")  # an activation by its numbers, as `named` writes it
 
 
 def get_activation(name: str) -> Activation:
@@ -249,18 +329,21 @@ def with_numbers(name: str) -> Activation:
     """Return the activation that `name` describes, "swiglu_limit(10, 10)" for example."""
     match = FORM.fullmatch(name)
     if not match:
-        known = ", ".join(sorted(ACTIVATIONS))
-        raise ValueError(f"unknown activation {name!r}; known: {known}, and what swiglu_limit() returns")
+        known, functions = ", ".join(sorted(ACTIVATIONS)), " and ".join(f"{fn}()" for fn in NUMBERED)
+        raise ValueError(f"unknown activation {name!r}; known: {known}, and what {functions} return")
+    function, kind, f, h = NUMBERED[match[1]]
     try:
-        numbers = [float(number) for number in match[1].split(",")]
+        numbers = [float(number) for number in match[2].split(",")]
     except ValueError:
         numbers = []
-    if not 2 <= len(numbers) <= len(Limits._fields):
-        raise ValueError(f"activation is {name!r}, but swiglu_limit takes 2 to 4 numbers")
-    same = swiglu_limit(*numbers)
+    most = len(kind._fields)
+    if not 2 <= len(numbers) <= most:
+        takes = " to ".join(map(str, sorted({2, most})))
+        raise ValueError(f"activation is {name!r}, but {match[1]} takes {takes} numbers")
+    same = function(*numbers)
     if same != name:
         return get_activation(same)
-    found = Activation(name, "silu_limit", "up_limit", (Limits(*numbers),))
+    found = Activation(name, f, h, (kind(*numbers),))
     if not torch.compiler.is_compiling():  # what a trace has read must not change
         _numbered[name] = found
     return found

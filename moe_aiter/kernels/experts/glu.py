@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, define_op, gradients, takes
-from ..base.activations import Limits, get_activation, join_gate_up, split_gate_up
+from ..base.activations import Caps, Limits, get_activation, join_gate_up, split_gate_up, torch_cap
 from ..base.check import Operand, check_fields, check_float, check_size
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
@@ -32,6 +32,16 @@ def torch_silu_limit_backward(dout: Tensor, x: Tensor, n: Limits) -> Tensor:
     return (dout * (sig + n.alpha * (y * sig) * (1 - sig))).where(~(x > n.gate_max), 0)
 
 
+def torch_cap_backward(dout: Tensor, x: Tensor, cap: float) -> Tensor:
+    return torch.ops.aten.tanh_backward(dout, torch.tanh(x / cap))
+
+
+def torch_silu_softcap_backward(dout: Tensor, x: Tensor, n: Caps) -> Tensor:
+    sig = torch.sigmoid(x)
+    dsig = torch.ops.aten.sigmoid_backward(dout * torch_cap(x, n.gate_cap), sig)
+    return torch_cap_backward(dout * sig, x, n.gate_cap) + dsig
+
+
 TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
@@ -40,6 +50,8 @@ TORCH_GRADIENTS = {  # of f and h: (dout, x) -> dx, as autograd has it
     "relu2": lambda dout, x: 2 * F.relu(x) * dout,
     "silu_limit": torch_silu_limit_backward,
     "up_limit": lambda dout, x, n: dout.where(~(x.abs() > n.up_limit), 0),
+    "silu_softcap": torch_silu_softcap_backward,
+    "up_softcap": lambda dout, x, n: torch_cap_backward(dout, x, n.up_cap),
     "identity": lambda dout, x: dout,
 }
 
@@ -223,8 +235,9 @@ def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     """Apply an expert's activation to `z`, (R, 2I) or (R, I); returns (R, I) in the dtype of `z`.
 
     swiglu, geglu, geglu_tanh, reglu (Shazeer 2020, arXiv 2002.05202), swiglu_oai (gpt-oss) and what
-    `swiglu_limit` returns are gated: `z` is (R, 2I), its first I columns are the gate and the others up;
-    with `interleaved`, gate and up alternate.  silu, gelu, relu and relu2 are plain: `z` is (R, I).
+    `swiglu_limit` and `swiglu_softcap` return are gated: `z` is (R, 2I), its first I columns are the gate and
+    the others up; with `interleaved`, gate and up alternate.  silu, gelu, relu and relu2 are plain: `z` is
+    (R, I).
     `activations.py` has the formulas.
     Computed in float32 (float64 for float64); differentiable; any strides.
 

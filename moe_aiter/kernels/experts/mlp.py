@@ -179,7 +179,8 @@ def expert_mlp(
         alternating if `interleaved`; (E, I, H) for a plain one.  down: (E, H, I).  Dtype of x, any strides.
     routing_weights: (T, k), any floating dtype; used in float32.
     plan: order (T * k,), rank (T, k) and group_sizes (E,), as `make_plan` or `sort_by_expert` return them.
-    activation: swiglu, swiglu_oai, geglu, geglu_tanh, reglu, silu, gelu, relu, relu2 or a `swiglu_limit`.
+    activation: swiglu, swiglu_oai, geglu, geglu_tanh, reglu, silu, gelu, relu, relu2, or what
+        `swiglu_limit` and `swiglu_softcap` return.
     gate_up_bias: (E, 2I or I), down_bias: (E, H), any floating dtype.
     gate_up_main_grad, down_main_grad: shaped like the weights, any floating dtype, usually float32.  Where
         set, backward adds the weight's gradient there, and autograd gets None for that weight.

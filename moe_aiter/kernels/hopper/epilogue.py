@@ -87,12 +87,20 @@ def silu_limit(x):
     return value, gl.where(x > GATE_MAX, 0.0, sig + (value - value * sig) * ALPHA)
 
 
+def gluon_function(name: str, **names: Callable) -> Callable:
+    """Return the Gluon function of a Triton function, which calls `names`."""
+    return activations.with_globals(getattr(activations, name), gluon.jit, **names)
+
+
+capped = gluon_function("capped", sigmoid=sigmoid)
 FUNCTIONS = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "silu_limit": silu_limit,
-    **{name: gluon.jit(getattr(activations, name).fn) for name in ("relu", "relu2", "identity", "up_limit")},
+    "silu_softcap": gluon_function("silu_softcap", capped=capped, sigmoid=sigmoid),
+    "up_softcap": gluon_function("up_softcap", capped=capped),
+    **{name: gluon_function(name) for name in ("relu", "relu2", "identity", "up_limit")},
 }
 
 

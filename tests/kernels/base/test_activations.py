@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from shapes import LIMITED, NAMES
+from shapes import CAPPED, LIMITED, NAMES
 
 from moe_aiter.config import interpret
-from moe_aiter.kernels.base.activations import OAI, Limits, get_activation, swiglu_limit
+from moe_aiter.kernels.base.activations import OAI, Caps, Limits, get_activation, swiglu_limit, swiglu_softcap
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -20,6 +20,10 @@ def test_one_name_for_equal_numbers():
     for other in ("swiglu_limit(10, 10)", "swiglu_limit(1e1,10.,1)", "swiglu_limit( 10, 10, 1, 0 )"):
         assert get_activation(other) is get_activation(name)
     assert get_activation(name).limits == (Limits(10.0, 10.0, 1.0, 0.0),)
+    assert swiglu_softcap(4, 25) == "swiglu_softcap(4.0, 25.0)" == swiglu_softcap(4.0, up_cap=2.5e1)
+    for other in ("swiglu_softcap(4, 25)", "swiglu_softcap( 4.,25 )"):
+        assert get_activation(other) is get_activation("swiglu_softcap(4.0, 25.0)")
+    assert get_activation("swiglu_softcap(4, 25)").limits == (Caps(4.0, 25.0),)
     assert swiglu_limit(0.1, 1 / 3, 65504, -7e-05) == f"swiglu_limit(0.1, {1 / 3!r}, 65504.0, -7e-05)"
 
 
@@ -42,8 +46,20 @@ def test_numbers_that_are_refused(name, number):
         get_activation(f"swiglu_limit({text})")
 
 
+@pytest.mark.parametrize("number", [0, -1.0, math.inf, -math.inf, math.nan, 65505, 6e-5])
+@pytest.mark.parametrize("name", ["gate_cap", "up_cap"])
+def test_caps_that_are_refused(name, number):
+    caps = Caps(4.0, 25.0)._replace(**{name: number})
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        swiglu_softcap(*caps)
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        get_activation(f"swiglu_softcap({caps.gate_cap}, {caps.up_cap})")
+
+
 @pytest.mark.parametrize("number", [None, "7", True, [7.0], 7j])
 def test_no_numbers(number):
+    with pytest.raises(TypeError, match="gate_cap must be a number, not "):
+        swiglu_softcap(number, 7.0)
     with pytest.raises(TypeError, match="up_limit must be a number, not "):
         swiglu_limit(7.0, number)
 
@@ -54,6 +70,12 @@ def test_no_numbers(number):
 def test_not_two_to_four_numbers(inside):
     with pytest.raises(ValueError, match=r"but swiglu_limit takes 2 to 4 numbers$"):
         get_activation(f"swiglu_limit({inside})")
+
+
+@pytest.mark.parametrize("inside", ["", "7", "7,", "7, x", "7, 7, 1", "gate_cap=7, up_cap=7"])
+def test_not_two_numbers(inside):
+    with pytest.raises(ValueError, match=r"but swiglu_softcap takes 2 numbers$"):
+        get_activation(f"swiglu_softcap({inside})")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +93,8 @@ def test_kernels_of_their_own(functions):
     pytest.importorskip("triton")
     from moe_aiter.kernels.hopper.epilogue import kernel_functions
 
-    names = LIMITED, "swiglu_limit(2.5, 1.5, 0.75, -0.25)", "swiglu_oai", "swiglu"
+    names = LIMITED, "swiglu_limit(2.5, 1.5, 0.75, -0.25)", CAPPED, "swiglu_softcap(2.0, 3.0)", "swiglu_oai"
+    names += ("swiglu",)
     of = [get_activation(name) for name in names]
     found = [act.triton_fns if functions == "triton" else kernel_functions(act) for act in of]
     assert len({fns["UP"].cache_key for fns in found}) == len(names)

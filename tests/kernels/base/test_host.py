@@ -187,9 +187,10 @@ def test_other_bad_arguments():
     z, a, *_ = good_arguments()["glu"]
     with pytest.raises(ValueError, match="unknown activation tanh"):
         call("glu", z, a, "tanh", [], True, False, 1)
-    for activation, limits in (("silu", [1.0]), ("silu_limit", []), ("silu_limit", [1.0] * 3)):
-        with pytest.raises(ValueError, match=rf"the number of limits.*{len(limits)}"):
-            call("glu", z, a, activation, limits, True, False, 1)
+    wrong = ("silu", 1), ("silu_limit", 0), ("silu_limit", 3), ("silu_softcap", 1), ("silu_softcap", 4)
+    for activation, numbers in wrong:
+        with pytest.raises(ValueError, match=rf"the number of limits.*{numbers}"):
+            call("glu", z, a, activation, [1.0] * numbers, True, False, 1)
     a.flags.writeable = False
     with pytest.raises(ValueError, match="not writeable"):
         call("glu", z, a, "silu", [], True, False, 1)

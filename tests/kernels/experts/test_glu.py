@@ -5,7 +5,13 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 from shapes import KINDS, LIMITED
 
-from moe_aiter.kernels.base.activations import get_activation, join_gate_up, split_gate_up, swiglu_limit
+from moe_aiter.kernels.base.activations import (
+    get_activation,
+    join_gate_up,
+    split_gate_up,
+    swiglu_limit,
+    swiglu_softcap,
+)
 from moe_aiter.kernels.experts.glu import glu, glu_backward_op
 from moe_aiter.op import use
 
@@ -103,6 +109,28 @@ def test_limits(backend, device, name, numbers, interleaved):
         torch.testing.assert_close(ours.cpu()[~want.isnan()], truth.float()[~want.isnan()])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("gate_cap, up_cap", [(4.0, 25.0), (1.5, 2.5), (0.125, 6e4), (6e4, 0.125)])
+def test_soft_caps(backend, device, gate_cap, up_cap, interleaved):
+    """Values and gradients near 0, where tanh bends, where it is a constant, and at the ends."""
+    ends = [float("inf"), -float("inf"), 3e38, -3e38, 6e4, float("nan"), 1e-30, -0.0, 1e-3, -90.0, 90.0]
+    caps = gate_cap, up_cap, -gate_cap, -up_cap
+    near = [n * cap for n in (0.25, 0.54, 0.56, 1, 3, 9, 12) for cap in caps]
+    points = torch.tensor(ends + near)
+    gate, up = (t.requires_grad_() for t in torch.meshgrid(points.double(), points.double(), indexing="ij"))
+    f, h = gate_cap * torch.tanh(gate / gate_cap), up_cap * torch.tanh(up / up_cap)
+    want = f * torch.sigmoid(gate) * h
+    dgate, dup = torch.autograd.grad(want.sum(), (gate, up))
+    z = join_gate_up(gate.detach(), up.detach(), interleaved).float().to(device).requires_grad_()
+    out = glu(z, swiglu_softcap(gate_cap, up_cap), interleaved)
+    (dz,) = torch.autograd.grad(out.sum(), z)
+    known = ~want.isnan()
+    assert torch.equal(out.isnan().cpu(), ~known)
+    ours = out, *split_gate_up(dz, interleaved)
+    for got, truth, most in zip(ours, (want, dgate, dup), (gate_cap * up_cap, up_cap, gate_cap), strict=True):
+        torch.testing.assert_close(got.cpu()[known], truth.float()[known], rtol=3e-6, atol=1e-6 * most)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_nan_stays_nan(backend, device, kind):
     z = make(device, 3, 5, kind[0])
@@ -131,9 +159,11 @@ def test_gradcheck(kind):
 def test_names_that_a_compiled_function_sees_first():
     z, seen = torch.randn(3, 8), []
     compiled = torch.compile(lambda *args: glu(*args), fullgraph=True, backend="aot_eager")
-    for name in ("swiglu_limit(0.25, 0.5)", swiglu_limit(0.125, 0.5)):
+    first = "swiglu_limit(0.25, 0.5)", "swiglu_softcap(.25, .5)"
+    for name in (*first, swiglu_limit(0.125, 0.5), swiglu_softcap(0.125, 0.5)):
         seen += compiled(z, name), glu(z, name), compiled(z, name)
-    assert all(torch.equal(seen[i], seen[i // 3 * 3]) for i in range(6)) and not torch.equal(seen[0], seen[3])
+    assert all(torch.equal(seen[i], seen[i // 3 * 3]) for i in range(12))
+    assert not torch.equal(seen[0], seen[6]) and not torch.equal(seen[3], seen[9])
 
 
 def test_errors():

@@ -22,11 +22,11 @@ from moe_aiter.tuning.table import Key
 
 from ...check import assert_as_good_as_torch, of_groups
 from ...references import expert_up_reference, gmm_reference
-from ...shapes import GROUP_SIZES, LIMITED, spread, transposed
+from ...shapes import CAPPED, GROUP_SIZES, LIMITED, spread, transposed
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 TILES = [Config(rows, 64, 32, walk, 4, 3) for rows, walk in ((16, 1), (32, 8))]
-ACTIVATIONS = [("swiglu", False), ("swiglu_oai", True), (LIMITED, True), ("relu2", False)]
+ACTIVATIONS = [("swiglu", False), ("swiglu_oai", True), (LIMITED, True), (CAPPED, False), ("relu2", False)]
 
 
 @pytest.fixture(params=TILES, ids=str)
