@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.base.activations import swiglu_limit
+from ..kernels.base.activations import swiglu_limit, swiglu_softcap
 from ..kernels.base.check import check_positive
 from ..private_api import is_changed, outside_of_dynamo
 
@@ -25,7 +25,7 @@ FUNCTIONS = {
 
 
 class Gate(NamedTuple):
-    """A method `_apply_gate`: f(gate) * up with f = `module.act_fn`, or SwiGLU with limits."""
+    """A method `_apply_gate`: f(gate) * up with f = `module.act_fn`, or SwiGLU with limits or soft caps."""
 
     interleaved: bool = False
     limit: str | None = None  # what the module calls the limit of gate and up
@@ -33,6 +33,7 @@ class Gate(NamedTuple):
     up_offset: float = 0.0
     calls_act_fn: bool = True  # whether it calls `module.act_fn`, which must be SiLU if there is a limit
     after: bool = False  # whether the limit holds f(gate) and not gate; inf for none
+    softcaps: bool = False  # whether it is `module.act_fn(gate, up)`, of a class that has the soft caps
 
 
 OAI = Gate(limit="limit", alpha="alpha", up_offset=1.0, calls_act_fn=False)
@@ -48,6 +49,8 @@ GATES = {  # by the name of the method
             "gpt_oss.GptOssExperts": OAI._replace(interleaved=True),
             "hy_v4.HYV4Experts": HY,
             "hy_v4_vl.HYV4VLExperts": HY,
+            "inkling2.Inkling2Experts": Gate(softcaps=True),
+            "inkling2_loop.Inkling2LoopExperts": Gate(softcaps=True),
             "minimax_m3_vl.MiniMaxM3VLExperts": OAI._replace(limit="swiglu_limit", alpha="swiglu_alpha"),
             "openai_privacy_filter.OpenAIPrivacyFilterExperts": OAI,
             "step3p7.Step3p7Experts": Gate(limit="limit", after=True),
@@ -65,19 +68,38 @@ def gate_and_reason(module: nn.Module) -> tuple[tuple[str, bool] | None, str]:
     gate = GATES.get(full_name(type(module)._apply_gate))
     if "_apply_gate" in vars(module) or gate is None:
         return None, "no kernel has its method _apply_gate"
-    if gate.limit is None:
-        return ((gated, gate.interleaved), "") if gated else other
-    if gate.calls_act_fn and gated != "swiglu":
-        return other
-    limit = getattr(module, gate.limit, None)
-    if gate.after and limit == math.inf:
-        return (gated, gate.interleaved), ""
-    alpha = getattr(module, gate.alpha, None) if gate.alpha else 1.0
     try:
-        most = gate_before(limit) if gate.after else limit
-        return (swiglu_limit(most, limit, alpha, gate.up_offset), gate.interleaved), ""
+        name = gate_name(module, gate, gated)
     except (TypeError, ValueError) as error:
         return None, f"the kernels do not have its gate with these constants: {error}"
+    return ((name, gate.interleaved), "") if name else other
+
+
+def gate_name(module: nn.Module, gate: Gate, gated: str | None) -> str | None:
+    """Return the activation of a gate, `gated` without numbers, or None.  Raise for other numbers."""
+    if gate.softcaps:
+        caps = softcaps(module)
+        return swiglu_softcap(*caps) if caps else None
+    if gate.limit is None:
+        return gated
+    if gate.calls_act_fn and gated != "swiglu":
+        return None
+    limit = getattr(module, gate.limit, None)
+    if gate.after and limit == math.inf:
+        return gated
+    alpha = getattr(module, gate.alpha, None) if gate.alpha else 1.0
+    return swiglu_limit(gate_before(limit) if gate.after else limit, limit, alpha, gate.up_offset)
+
+
+def softcaps(module: nn.Module) -> tuple | None:
+    """Return the soft caps of gate and up, or None unless `act_fn` and its parts are transformers' own."""
+    act_fn = getattr(module, "act_fn", None)
+    parts = getattr(act_fn, "gate_softcap", None), getattr(act_fn, "up_softcap", None)
+    prefix = full_name(type(module)._apply_gate).removesuffix("Experts._apply_gate")
+    names = [f"{prefix}SoftcappedSwiGLU", f"{prefix}Softcap", f"{prefix}Softcap"]
+    if [function_name(part) for part in (act_fn, *parts)] != names:
+        return None
+    return parts[0].softcap, parts[1].softcap
 
 
 def gate_before(limit: float) -> float:

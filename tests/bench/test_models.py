@@ -46,6 +46,10 @@ LEFT_OUT = {
             "glm5_next",
             "granitemoe_swa",
             "hy_v4",
+            "hy_v4_vl",
+            "inkling2",
+            "inkling2_loop",
+            "lara_mini",
             "granitemoeshared",
             "kolibri1",
             "qwen4_exp",
@@ -57,7 +61,6 @@ LEFT_OUT = {
         "the sizes of a checkpoint are not confirmed",
     ),
     "dbrx": "gate, up and down are three tensors, and down lies by columns",
-    "inkling2": "its gate, a SwiGLU with a soft cap, is none of ours",
     "muse_spark": "it normalises the output of each expert",
 }
 

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from moe_aiter.integrations import gates
 from moe_aiter.integrations import transformers as ours
 from moe_aiter.integrations.transformers import NAME, known_gate, register
-from moe_aiter.kernels.base.activations import swiglu_limit
+from moe_aiter.kernels.base.activations import swiglu_limit, swiglu_softcap
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -31,8 +31,8 @@ LIMITED = dict.fromkeys(
     ("DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts"),
     ("swiglu_limit(7.0, 7.0, 1.0, 0.0)", False),
 )
-UNKNOWN = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts"))
-KNOWN = OAI | PLAIN | LIMITED | UNKNOWN
+CAPPED = dict.fromkeys(("Inkling2Experts", "Inkling2LoopExperts"), ("swiglu_softcap(2.0, 3.0)", False))
+KNOWN = OAI | PLAIN | LIMITED | CAPPED
 
 
 class Config:
@@ -40,7 +40,8 @@ class Config:
 
     _experts_implementation = NAME
     numbers: typing.ClassVar = {  # the first name that is part of the one asked for
-        "eps": 1e-6, "latent": None, "act": "silu", "alpha": 1.702, "limit": 7.0, "softcap": 3.0,
+        "eps": 1e-6, "latent": None, "act": "silu", "alpha": 1.702, "limit": 7.0,
+        "gate_softcap": 2.0, "softcap": 3.0,
         "hidden": H, "intermediate": 24, "expert": E,
     }  # fmt: skip
 
@@ -86,6 +87,10 @@ def gpt_oss():
     return new_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 
 
+def inkling2():
+    return new_experts("transformers.models.inkling2.modeling_inkling2", "Inkling2Experts")
+
+
 def assert_as_eager(experts, ids=None):
     """Output and all gradients, in float64; some of the models compute in float32."""
     weights, best = torch.randn(T, E, dtype=torch.float64).softmax(-1).topk(TOP_K)
@@ -122,10 +127,9 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("module, kind", decorated_classes())
 def test_every_class_of_transformers(module, kind, fused):
     experts = new_experts(module, kind)
-    known = KNOWN.get(kind, ("swiglu", False))
-    assert known_gate(experts) == known
+    assert known_gate(experts) == KNOWN.get(kind, ("swiglu", False))
     assert_as_eager(experts)
-    assert len(fused) == (known is not None)
+    assert len(fused) == 1
 
 
 @pytest.mark.parametrize("module, kind", decorated_classes())
@@ -141,10 +145,6 @@ def test_main_grad_of_every_class(module, kind):
     for name in names:
         p = getattr(experts, name)
         p.main_grad = torch.ones_like(p)
-    if known_gate(experts) is None:
-        with pytest.raises(ValueError, match="main_grad"):
-            experts(*inputs)
-        return
     experts(*inputs).sum().backward()
     for name, p in experts.named_parameters():
         assert (p.grad is None) == (name in names)
@@ -260,6 +260,44 @@ def test_constants_that_no_kernel_has(constant, value, fused):
     assert not fused
 
 
+@pytest.mark.parametrize("gate, up", [(0.5, 100), (25.0, 4.0)])
+def test_other_soft_caps(gate, up, fused):
+    experts = inkling2()
+    experts.act_fn.gate_softcap.softcap, experts.act_fn.up_softcap.softcap = gate, up
+    assert known_gate(experts) == (swiglu_softcap(gate, up), False)
+    assert_as_eager(experts)
+    assert len(fused) == 1
+
+
+@pytest.mark.parametrize("part", ["gate_softcap", "up_softcap"])
+@pytest.mark.parametrize("value", [-1.0, 1e5, torch.tensor(1.0)])
+def test_soft_caps_that_no_kernel_has(part, value, fused):
+    experts = inkling2()
+    getattr(experts.act_fn, part).softcap = value
+    assert known_gate(experts) is None
+    assert "with these constants: " in ours.gate_and_reason(experts)[1]
+    assert_as_eager(experts)
+    assert not fused
+
+
+class Sine(nn.Module):
+    def forward(self, *xs):
+        return sum(map(torch.sin, xs))
+
+
+@pytest.mark.parametrize("part", ["act_fn", "act_fn.gate_softcap", "act_fn.up_softcap"])
+@pytest.mark.parametrize("change", ["another", "hooks"])
+def test_soft_caps_in_other_modules(part, change, fused):
+    experts = inkling2()
+    if change == "another":
+        experts.set_submodule(part, Sine())
+    else:
+        experts.get_submodule(part).register_forward_hook(lambda module, args, out: 2 * out)
+    assert known_gate(experts) is None
+    assert_as_eager(experts)
+    assert not fused
+
+
 @pytest.mark.parametrize("dropped", [0.3, 1.0])
 def test_a_norm_with_dropped_choices(dropped, fused):
     ids = torch.randint(E, (T, TOP_K))
@@ -267,7 +305,10 @@ def test_a_norm_with_dropped_choices(dropped, fused):
     assert len(fused) == 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4.DeepseekV4Experts", "muse_spark.MuseSparkExperts"])
+@pytest.mark.parametrize(
+    "kind",
+    ["deepseek_v4.DeepseekV4Experts", "inkling2.Inkling2Experts", "muse_spark.MuseSparkExperts"],
+)
 def test_compile(kind, fused):
     model, _, name = kind.partition(".")
     experts = new_experts(f"transformers.models.{model}.modeling_{model}", name)
