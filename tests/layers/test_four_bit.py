@@ -37,12 +37,15 @@ from moe_aiter.layers.four_bit import (
     to_bitsandbytes,
 )
 
+from ..shapes import CAPPED
+
 E, SIZE, T = 4, 128, 12
 formats = pytest.mark.parametrize("format", FORMATS)
 slow = pytest.mark.skipif(interpret, reason="interpreted kernels take minutes here")
 EXPERTS = {
     "swiglu": {},
     "oai with biases": {"bias": True, "activation": "swiglu_oai", "interleaved": True},
+    "soft caps": {"activation": CAPPED},
     "relu2": {"activation": "relu2"},
 }
 

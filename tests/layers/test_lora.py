@@ -10,6 +10,7 @@ from moe_aiter.layers import lora as file
 from moe_aiter.op import use
 
 from ..check import assert_as_good_as_torch, error
+from ..shapes import CAPPED
 
 E, H, CHANNELS, RANK = 3, 8, 6, 2
 KINDS = {
@@ -105,6 +106,7 @@ EXPERTS = {
     "swiglu": {},
     "biases": {"bias": True},
     "oai": {"bias": True, "activation": "swiglu_oai", "interleaved": True},
+    "soft caps": {"activation": CAPPED},
     "relu2": {"activation": "relu2"},
 }
 

@@ -19,7 +19,7 @@ from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, pick, use
 
 from ...check import error
-from ...shapes import expert_ids, transposed
+from ...shapes import CAPPED, expert_ids, transposed
 from .test_experts import make
 
 every_recipe = pytest.mark.parametrize("fp8", RECIPES)
@@ -105,6 +105,7 @@ def compare(got, exact, most):
 CASES = {
     "swiglu": {},
     "interleaved": {"activation": "swiglu_oai", "interleaved": True},
+    "soft caps": {"activation": CAPPED},
     "plain": {"activation": "relu2"},
     "no bias": {"bias": False},
     "one expert": {"E": 1, "k": 1},
