@@ -403,7 +403,12 @@ TUNED = {
     ],
 }
 
-
+# up has a slope in registers, where others have a constant or a predicate: 16 bytes too many
+FEW_SPILLS = [
+    run
+    for run in TUNED["hopper_down_grad"]
+    if run.args == (CAPPED, False, True) and run.keywords["by_rows"] and run.keywords["k"] % 64
+]
 DENSE_TUNED = {  # where each needs the most registers
     "hopper_gemm": [Dense(bias=True, alpha=2.0), Dense()],
     "hopper_gemm_act": [Dense(activation=name, alpha=a, save_z=True) for name in UNGATED for a in (1.0, 2.0)],
@@ -561,7 +566,9 @@ def tile_cases():
         runs = [*runs, *(functools.partial(runs[0], sizes=ints(groups)) for groups in many)]
         for tile in HOPPER_TILES[op]:
             for number, run in enumerate(runs):
-                yield f"{op} {number} {tile}", SM90(with_tile(tile, run, op), also=multiplies_once)
+                spills = ["sm_90"] if run in FEW_SPILLS and tile.block_k == 64 else ()
+                case = SM90(with_tile(tile, run, op), spills=spills, also=multiplies_once)
+                yield f"{op} {number} {tile}", case
     for op, dense in DENSE_TUNED.items():
         for tile in HOPPER_TILES[op]:
             for number, case in enumerate(dense):

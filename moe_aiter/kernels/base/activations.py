@@ -112,13 +112,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def tanh(x):
+    """Near 0, where the difference would cancel, by a polynomial, exact to 2^-24.  NaN stays NaN."""
+    s = x * x
+    near = x + x * s * (-0.33332947 + s * (0.13320724 + s * (-0.05267174 + s * 0.01643744)))
+    return tl.where(s < 0.3, near, 2 * sigmoid(2 * x) - 1)
+
+
+@triton.jit
 def capped(x, cap: tl.constexpr):
-    """cap * tanh(x / cap), and its slope, 0 at both ends.  NaN stays NaN."""
-    y = x * (1 / cap)
-    s = y * y
-    near = y + y * s * (-0.33332947 + s * (0.13320724 + s * (-0.05267174 + s * 0.01643744)))
-    # near 0 the difference would cancel: there a polynomial, exact to 2^-24
-    t = tl.where(s < 0.3, near, 2 * sigmoid(x * (2 / cap)) - 1)
+    """cap * tanh(x / cap), and its slope, 0 at both ends."""
+    t = tanh(x * (1 / cap))
     return t * cap, 1 - t * t
 
 
@@ -127,8 +131,7 @@ def silu_softcap(x):
     """gate_cap * tanh(x / gate_cap) * sigmoid(x), and its slope."""
     sig = sigmoid(x)
     value, slope = capped(x, GATE_CAP)
-    value *= sig
-    return value, slope * sig + (value - value * sig)
+    return value * sig, sig * (slope + value * (1 - sig))
 
 
 @triton.jit

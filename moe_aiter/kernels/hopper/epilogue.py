@@ -92,7 +92,7 @@ def gluon_function(name: str, **names: Callable) -> Callable:
     return activations.with_globals(getattr(activations, name), gluon.jit, **names)
 
 
-capped = gluon_function("capped", sigmoid=sigmoid)
+capped = gluon_function("capped", tanh=gluon_function("tanh", sigmoid=sigmoid))
 FUNCTIONS = {
     "silu": silu,
     "gelu": gelu,
