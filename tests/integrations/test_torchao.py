@@ -112,3 +112,13 @@ def test_check_of_transformers_says_so(capsys):
     assert "down_proj is a Wrapper of torchao, which the kernels refuse" in capsys.readouterr().out
     with pytest.raises(TypeError, match="down is a Wrapper of torchao"):
         model(torch.zeros(1, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["Float8Tensor", "Int8Tensor"])
+def test_the_package_s_own_tensors(kind):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    moe = layer()
+    w = getattr(quantization, kind).from_hp(moe.experts.gate_up.data, granularity=quantization.PerRow())
+    moe.experts.gate_up = nn.Parameter(w, requires_grad=False)
+    with pytest.raises(TypeError, match=f"gate_up is a {kind} of torchao"):
+        moe(torch.randn(5, 32))

@@ -417,6 +417,21 @@ def test_bitsandbytes_quantises_alike():
     assert got.table[16:][[0, 1, 100, 127, 128, 200, 255]].tolist() == pytest.approx(table, rel=1e-6)
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_bitsandbytes_itself(double):
+    """The package's NF4 weight has the same value here, and what we write the package reads."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    w = torch.randn(E, 6, 128, generator=torch.Generator().manual_seed(0))
+    how = {"quant_type": "nf4", "compress_statistics": double}
+    codes, state = functional.quantize_4bit(w, **how)
+    written = {"w": codes} | {f"w.{name}": t for name, t in state.as_dict(packed=True).items()}
+    weight = from_bitsandbytes(written, "w", (E, 6, 128))
+    assert torch.equal(weight.dequantize(), functional.dequantize_4bit(codes, state))
+    ours = {name: t for name, t in to_bitsandbytes(weight, "w").items() if name != "w"}
+    again = functional.QuantState.from_dict(ours, device="cpu")
+    assert torch.equal(functional.dequantize_4bit(codes, again), weight.dequantize())
+
+
 @formats
 def test_layers_of_experts_are_joined(format):
     """As in a checkpoint with a weight for gate, up and down of each expert."""
