@@ -1,35 +1,52 @@
-"""Train tiny models by the interfaces of trainers, on moe_aiter and on eager experts, and print a table.
+"""Run moe_aiter in the packages of its users, and print a table.
 
-    python tests/upstream/trainers.py                     # the trainers that are installed
+    python tests/upstream/trainers.py                     # the packages that are installed
     python tests/upstream/trainers.py --stubs trl verl    # stubs/ in place of packages, two trainers
+    python tests/upstream/trainers.py peft --out results.csv    # also appends rows to a file
 
-It runs in an environment that has moe_aiter and the trainer; `PYTHONPATH=.` gives this checkout.
+It runs in an environment that has moe_aiter and the packages; `PYTHONPATH=.` gives this checkout.
+environments.py makes such environments.
 
-For each trainer: the largest difference of a gradient in float32, of all numbers as large as the largest in
-its tensor, and of a loss in 20 steps in bfloat16.  Trainers with a loop of their own have the difference of
-losses in float32 in place of gradients.
+A tiny model trains by the interface of each trainer, on moe_aiter and on eager experts.  The table has the
+largest difference of a gradient in float32, of all numbers as large as the largest in its tensor, and of a
+loss in 20 steps in bfloat16.  Trainers with a loop of their own have the difference of losses in float32 in
+place of gradients.  Other packages have tests in this repository: the table counts them.
 """
 
 import argparse
 import contextlib
 import copy
+import csv
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import json
+import os
 import pathlib
+import re
+import subprocess
 import sys
 import tempfile
+import traceback
+import unittest.mock
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig
 
+from benchmarks.report import markdown, newest, replaced
+from moe_aiter.bench.measure import PEER_ERRORS, WHERE, append, check_columns, provenance
+from moe_aiter.files import opened
 from moe_aiter.integrations.transformers import NAME, check, register, unregister
 
 HERE = pathlib.Path(__file__).resolve().parent
+REPOSITORY, STUBS = HERE.parents[1], HERE / "stubs"
+CSV = REPOSITORY / "benchmarks" / "results" / "packages.csv"
+PAGE = REPOSITORY / "docs" / "integrations.md"
 VOCAB, STEPS = 32, 20
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-3}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 DEFAULT = PreTrainedModel.get_correct_experts_implementation
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -38,6 +55,7 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
 def axolotl(folder):
+    """its plugin manager, then the calls of its loader"""
     from axolotl.integrations.base import PluginManager
     from axolotl.utils.dict import DictDefault
 
@@ -52,6 +70,7 @@ def axolotl(folder):
 
 
 def ms_swift(folder):
+    """`import_external_file`, `get_model_processor`"""
     from swift.model import get_model_processor
     from swift.utils import import_external_file
 
@@ -62,6 +81,7 @@ def ms_swift(folder):
 
 
 def verl(folder):
+    """`HFModelConfig`, then the call of its FSDP engine"""
     from verl.workers.config import HFModelConfig
 
     override = {"attn_implementation": "sdpa"}
@@ -72,6 +92,7 @@ def verl(folder):
 
 
 def trl(folder):
+    """`SFTTrainer.train`"""
     import trl
 
     register()
@@ -93,6 +114,7 @@ def trl(folder):
 
 
 def llamafactory(folder):
+    """`get_train_args`, `load_model`"""
     importlib.import_module("moe_aiter.integrations.auto")  # the first line of the script that the page shows
     from llamafactory.hparams import get_train_args
     from llamafactory.model import load_model, load_tokenizer
@@ -108,6 +130,7 @@ def llamafactory(folder):
 
 
 def lightning(make, optimizer):
+    """`Trainer.fit`"""
     import lightning
 
     losses = []
@@ -131,6 +154,7 @@ def lightning(make, optimizer):
 
 
 def accelerate(make, optimizer):
+    """`prepare`, `backward`"""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -147,7 +171,9 @@ def accelerate(make, optimizer):
     return losses
 
 
+@unittest.mock.patch.dict(os.environ, ALONE)
 def deepspeed(make, optimizer):
+    """ZeRO-3 of one process"""
     import deepspeed
 
     model = make()
@@ -164,7 +190,7 @@ def deepspeed(make, optimizer):
 
 
 def prime_rl(folder):
-    """One layer: the loop over experts beside the function that replaces the fused kernel."""
+    """one layer: its loop over experts, and our function in place of its fused kernel"""
     from prime_rl.trainer.models.layers import moe
 
     from moe_aiter.integrations.prime_rl import run_experts
@@ -181,9 +207,40 @@ def prime_rl(folder):
     return layers
 
 
+def kernels(folder):
+    """`get_local_kernel` of the folder that `make hub` writes: its `MoE` beside the package's"""
+    from kernels import get_local_kernel
+
+    import moe_aiter
+
+    target = pathlib.Path(folder, "hub")
+    subprocess.run([sys.executable, REPOSITORY / "hub.py", target], check=True, stdout=subprocess.DEVNULL)
+    name = ["moe_aiter"] * (
+        "package_name" in inspect.signature(get_local_kernel).parameters
+    )  # older versions
+    layers = [package.MoE(16, 24, 6, 2) for package in (get_local_kernel(target, *name), moe_aiter)]
+    layers[0].load_state_dict(layers[1].state_dict())
+    return layers
+
+
 LOADERS = [axolotl, ms_swift, verl, trl, llamafactory]
 LOOPS = [lightning, accelerate, deepspeed]
+LAYERS = [prime_rl, kernels]
 PACKAGES = {"ms_swift": "ms-swift", "prime_rl": "prime-rl"}
+MODULES = {"ms_swift": "swift"}
+TESTS = {  # of a package: files of this repository
+    "transformers": [
+        *(f"integrations/test_transformers{end}.py" for end in ("", "_check", "_gates", "_models")),
+        "integrations/test_auto.py",
+        "integrations/test_other_experts.py",
+    ],
+    "peft": [f"integrations/test_{name}.py" for name in ("peft", "lora", "transformers_peft")],
+    "torchtitan": [f"integrations/test_torchtitan{end}.py" for end in ("", "_routes", "_parallel")],
+    "torchao": ["integrations/test_torchao.py"],
+    "bitsandbytes": ["layers/test_four_bit.py"],
+}
+COLUMNS = ["package", "version", "why", "transformers", "torch", "scenario", *LIMITS, "result"]
+FIELDS = [*(name for name in WHERE if name not in ("dtype", *COLUMNS)), *COLUMNS]  # of a CSV
 
 
 def batches() -> list[torch.Tensor]:
@@ -296,35 +353,101 @@ def run_layer(make, folder: str) -> dict[str, float]:
     return {"float32": farthest(*grads), "bfloat16": farthest_loss(*losses)}
 
 
+def run_tests(files: list[str], _: str) -> dict[str, str]:
+    """What pytest counts, or its last line if it counts nothing."""
+    how = ["-q", "-p", "no:cacheprovider", "-m", "not gpu and not full"]
+    command = [sys.executable, "-m", "pytest", *how, *files]
+    done = subprocess.run(command, cwd=REPOSITORY / "tests", capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    *_, last = done.stdout.splitlines() or done.stderr.splitlines()
+    return {"result": re.sub(r"(, \d+ warnings?)? in .*", "", last)}
+
+
 RUNS = {f.__name__: (run_loader, f) for f in LOADERS} | {f.__name__: (run_loop, f) for f in LOOPS}
-RUNS["prime_rl"] = run_layer, prime_rl
+RUNS |= {f.__name__: (run_layer, f) for f in LAYERS} | {name: (run_tests, t) for name, t in TESTS.items()}
+ORDER = {PACKAGES.get(name, name): i for i, name in enumerate(RUNS)}
+
+
+def result_of(name: str) -> dict:
+    """The cells of a row: the differences, and what they mean; or why there are none."""
+    run, how = RUNS[name]
+    try:
+        found = run(how, saved().name)
+    except PEER_ERRORS as error:
+        traceback.print_exc()
+        return {"result": could_not(f"{type(error).__name__}: {error}")}
+    far = any(found.get(dtype, 0) > limit for dtype, limit in LIMITS.items())
+    return {"result": "differs" if far else "equal"} | found
+
+
+def could_not(reason: str) -> str:
+    return f"could not run: {' '.join(reason.split())[:150]}"
+
+
+def is_good(result: str) -> bool:
+    return result == "equal" or (" passed" in result and not re.search("failed|error", result))
+
+
+def scenario(name: str) -> str:
+    files = (f"`{pathlib.Path(path).name}`" for path in TESTS.get(name, ()))
+    return ", ".join(files) or RUNS[name][1].__doc__
+
+
+def version_of(package: str) -> str:
+    """The version, with the commit of a package that was installed from git; raises PackageNotFoundError."""
+    found = importlib.metadata.distribution(package)
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    commit = origin.get("vcs_info", {}).get("commit_id", "")[:8]
+    return f"{found.version} ({commit})" if commit else found.version
+
+
+def table_of(rows: list[dict]) -> str:
+    """A row for each package and reason for its version, the last such row of `rows`."""
+    last = newest(rows, lambda row: (row["package"], row["why"]))
+    last = sorted(last, key=lambda row: ORDER[row["package"]])
+    cells = ([str(row[column]).replace("|", "/") or "–" for column in COLUMNS] for row in last)
+    return markdown([COLUMNS, *cells])
+
+
+def page(text: str, source: pathlib.Path) -> str:
+    """The text of docs/integrations.md with the table of a CSV between its markers."""
+    with opened(source, newline="") as file:
+        return replaced(text, table_of(list(csv.DictReader(file))))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trainers", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} [all]")
+    parser.add_argument("packages", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} [all]")
     parser.add_argument("--stubs", action="store_true", help="use the stubs in place of packages")
-    parser.add_argument("--json", action="store_true", help="print the differences alone, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the rows alone, as JSON")
+    parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the rows to this file [none]")
+    parser.add_argument("--why", default="", help="why these versions, for the rows, such as `newest` [none]")
+    parser.add_argument("--commit", help="commit to record [the one that git reports]")
     given = parser.parse_args()
-    if given.stubs:
-        sys.path.insert(0, str(HERE / "stubs"))
-    found, rows = {}, ["| package | version | transformers | float32 | bfloat16 |", "|---|---|---|---|---|"]
-    theirs = importlib.metadata.version("transformers")
-    for name in given.trainers or RUNS:
+    check_columns(given.out, FIELDS)
+    stubs = {path.stem for path in STUBS.iterdir()} if given.stubs else set()
+    sys.path[:0] = [str(STUBS)] * given.stubs
+    where = provenance(torch.device("cpu"), "", given.commit)
+    where = {name: where[name] for name in FIELDS if name in where} | {"why": given.why}
+    where["transformers"] = importlib.metadata.version("transformers")
+    rows = []
+    for name in given.packages or RUNS:
         package = PACKAGES.get(name, name)
         try:
-            version = "stub" if given.stubs else importlib.metadata.version(package)
+            version = "stub" if MODULES.get(name, name) in stubs else version_of(package)
         except importlib.metadata.PackageNotFoundError:
             print(f"skipping {package}: it is not installed", file=sys.stderr)
             continue
         forget()
-        run, trainer = RUNS[name]
         with contextlib.redirect_stdout(sys.stderr):
-            found[name] = run(trainer, saved().name)
-        cells = (f"{found[name][dtype]:.1e}" for dtype in LIMITS)
-        rows.append(f"| {package} | {version} | {theirs} | {' | '.join(cells)} |")
-    print(json.dumps(found) if given.json else "\n".join(rows))
-    return int(any(differences[dtype] > LIMITS[dtype] for differences in found.values() for dtype in LIMITS))
+            found = result_of(name)
+        cells = {k: f"{v:.1e}" if isinstance(v, float) else v for k, v in found.items()}
+        rows.append(where | {"package": package, "version": version, "scenario": scenario(name)})
+        rows[-1] |= dict.fromkeys(LIMITS, "") | cells
+        if given.out:
+            append(given.out, rows[-1:], FIELDS)
+    print(json.dumps(rows) if given.json else table_of(rows))
+    return int(not all(is_good(row["result"]) for row in rows))
 
 
 if __name__ == "__main__":
