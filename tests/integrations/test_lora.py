@@ -137,7 +137,7 @@ def test_float32_adapters_of_a_bfloat16_model():
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_what_we_save_and_the_reverse(family, targets, tmp_path):
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.20 is not installed")
     model = with_lora(family, targets=targets, dropout=0.1, rslora=True).eval()
     save_lora(model, tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(base(family), tmp_path / "ours", autocast_adapter_dtype=False)
@@ -178,7 +178,7 @@ class ListOfExperts(nn.ModuleList):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_peft_loads_a_pair_for_each_expert(dora, tmp_path):
     """Into a model with linear layers, of a kind that PEFT has no conversion for; DoRA's magnitudes too."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.20 is not installed")
     model = with_lora(dora=dora, dropout=0.25).eval()
     save_lora(model, tmp_path, per_expert=True)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -195,7 +195,7 @@ def test_peft_loads_a_pair_for_each_expert(dora, tmp_path):
 
 def test_peft_loads_a_pair_for_each_expert_into_stacked_weights(tmp_path):
     """By its own conversion, which doubles the rank of gate_up_proj."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.20 is not installed")
     model = with_lora().eval()
     save_lora(model, tmp_path, per_expert=True)
     theirs = peft.PeftModel.from_pretrained(base(), tmp_path, autocast_adapter_dtype=False).eval()

@@ -175,7 +175,7 @@ def test_frozen_experts(family):
 
 @pytest.mark.parametrize("family", few(MODELS, "llama4", "longcat_flash", "switch_transformers"))
 def test_gradient_checkpointing(family):
-    """Without a cache: transformers switches it off when it checkpoints, and attention then rounds anew."""
+    """Without a cache: transformers checkpoints without one, and attention then rounds differently."""
     model = tiny(family, use_cache=False)
     if not model.supports_gradient_checkpointing:
         pytest.skip("transformers does not checkpoint this model")

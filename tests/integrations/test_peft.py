@@ -12,7 +12,7 @@ from integrations.families import VOCAB, experts_of, tiny_model
 from moe_aiter.integrations import transformers as ours
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-peft = pytest.importorskip("peft", reason="PEFT is not installed")
+peft = pytest.importorskip("peft", minversion="0.20", reason="PEFT 0.20 is not installed")
 
 from moe_aiter.integrations import peft as file  # noqa: E402
 
