@@ -51,10 +51,10 @@ ENVIRONMENTS = [  # names of trainers.py; why these versions; what pip installs,
     ("verl", "newest", "verl==0.9.1"),
     ("verl", "oldest that runs transformers 5", "verl==0.7.1 transformers==5.9.0"),
     ("llamafactory", "newest", "llamafactory==0.9.5"),
-    (
+    (  # with builds of torchvision and torch that fit
         "llamafactory",
         "main branch",
-        f"llamafactory@{GITHUB}/hiyouga/LLaMA-Factory@ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30",
+        f"torch==2.14.1 torchvision==0.29.1 llamafactory@{GITHUB}/hiyouga/LLaMA-Factory@ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30",
     ),
     ("torchtitan", "newest", "torchtitan==0.3.0"),
     (
@@ -73,7 +73,8 @@ ENVIRONMENTS = [  # names of trainers.py; why these versions; what pip installs,
 def install(python: pathlib.Path, requirements: list[str]) -> str:
     """Return why pip cannot install them, or "" if it has."""
     torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
-    command = [python, "-m", "pip", "install", "-q", torch, *BASE, *requirements]
+    torch = [] if any(line.startswith("torch==") for line in requirements) else [torch]
+    command = [python, "-m", "pip", "install", "-q", *torch, *BASE, *requirements]
     done = subprocess.run(command, capture_output=True, text=True)
     errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     return (errors or [done.stderr])[0] if done.returncode else ""
@@ -93,12 +94,18 @@ def run(names: list[str], why: str, requirements: list[str], out: pathlib.Path, 
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = pathlib.Path(folder, "bin", "python")
-        if reason := install(python, requirements):
-            append(out, [refused(name, why, requirements, reason, commit) for name in names], FIELDS)
-            return 0
-        script, path = REPOSITORY / "tests" / "upstream" / "trainers.py", {"PYTHONPATH": str(REPOSITORY)}
-        command = [python, script, *names, "--out", out, "--why", why, "--commit", commit]
-        return subprocess.run(command, env=os.environ | path).returncode
+        reason, status = install(python, requirements), 0
+        if not reason:
+            script, path = REPOSITORY / "tests" / "upstream" / "trainers.py", {"PYTHONPATH": str(REPOSITORY)}
+            command = [python, script, *names, "--out", out, "--why", why, "--commit", commit]
+            done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+            print(done.stdout, done.stderr)
+            status = done.returncode
+            if not done.stdout:  # it ended before its table
+                reason = done.stderr.splitlines()[-1]
+    if reason:
+        append(out, [refused(name, why, requirements, reason, commit) for name in names], FIELDS)
+    return status
 
 
 def main() -> int:

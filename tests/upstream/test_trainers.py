@@ -95,20 +95,30 @@ def test_a_newer_row_replaces_one_with_the_same_reason():
     ]
 
 
-def test_a_package_that_cannot_be_installed_has_a_row(tmp_path, monkeypatch):
+WANTED = ["transformers==5.7.0", "prime-rl@git+https://host/repository@0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    "ends, error, result",
+    [
+        ([0, 1], "WARNING: a\nERROR: it needs another Python\nERROR: more\n", "it needs another Python"),
+        ([0, 0, 1], "Traceback\nImportError: no such name\n", "ImportError: no such name"),
+    ],
+    ids=["pip fails", "an import fails"],
+)
+def test_what_cannot_be_run_has_a_row(ends, error, result, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     environments = importlib.import_module("environments")
-    error = "WARNING: a\nERROR: Package 'prime-rl' requires a different Python\nERROR: more\n"
     commands = []
 
     def run(command, **options):
         commands.append(command)
-        return subprocess.CompletedProcess(command, len(commands) - 1, "", error)
+        return subprocess.CompletedProcess(command, ends[len(commands) - 1], "", error)
 
     monkeypatch.setattr(environments.subprocess, "run", run)
-    wanted = ["transformers==5.7.0", "prime-rl@git+https://host/repository@0123456789abcdef"]
-    environments.run(["prime_rl"], "main branch", wanted, tmp_path / "results.csv", "abc")
-    (found,) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
-    assert commands[1][-2:] == wanted and len(commands) == 2
+    out = tmp_path / "results.csv"
+    assert environments.run(["prime_rl"], "main branch", WANTED, out, "abc") == (len(ends) == 3)
+    (found,) = csv.DictReader(out.read_text().splitlines())
+    assert commands[1][-2:] == WANTED and len(commands) == len(ends)
     assert (found["package"], found["version"], found["commit"]) == ("prime-rl", "0123456789ab", "abc")
-    assert found["result"] == "could not run: Package 'prime-rl' requires a different Python"
+    assert found["result"] == f"could not run: {result}"
