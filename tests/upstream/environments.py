@@ -54,7 +54,8 @@ ENVIRONMENTS = [  # names of trainers.py; why these versions; what pip installs,
     (  # with builds of torchvision and torch that fit
         "llamafactory",
         "main branch",
-        f"torch==2.14.1 torchvision==0.29.1 llamafactory@{GITHUB}/hiyouga/LLaMA-Factory@ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30",
+        "torch==2.14.1 torchvision==0.29.1 "
+        f"llamafactory@{GITHUB}/hiyouga/LLaMA-Factory@ff6d4d12eeb035d6ce06805a5733dd7b29f2ac30",
     ),
     ("torchtitan", "newest", "torchtitan==0.3.0"),
     (
@@ -76,7 +77,7 @@ def install(python: pathlib.Path, requirements: list[str]) -> str:
     torch = [] if any(line.startswith("torch==") for line in requirements) else [torch]
     command = [python, "-m", "pip", "install", "-q", *torch, *BASE, *requirements]
     done = subprocess.run(command, capture_output=True, text=True)
-    errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    errors = re.findall(r"^ERROR: (?!Ignored the following)(.*)", done.stderr, re.M)
     return (errors or [done.stderr])[0] if done.returncode else ""
 
 

@@ -101,7 +101,7 @@ WANTED = ["transformers==5.7.0", "prime-rl@git+https://host/repository@012345678
 @pytest.mark.parametrize(
     "ends, error, result",
     [
-        ([0, 1], "WARNING: a\nERROR: it needs another Python\nERROR: more\n", "it needs another Python"),
+        ([0, 1], "WARNING: a\nERROR: Ignored the following\nERROR: no\nERROR: see help\n", "no"),
         ([0, 0, 1], "Traceback\nImportError: no such name\n", "ImportError: no such name"),
     ],
     ids=["pip fails", "an import fails"],
