@@ -89,10 +89,15 @@ def test_a_newer_row_replaces_one_with_the_same_reason():
     found = [row(package="peft"), row(version="1.0"), row(version="0.9", why="oldest"), row(version="1.1")]
     lines = trainers.table_of(found).splitlines()
     assert [line.split(" | ")[:3] for line in lines[2:]] == [
-        ["| trl", "0.9", "oldest"],
         ["| trl", "1.1", "newest"],
+        ["| trl", "0.9", "oldest"],
         ["| peft", "–", "newest"],
     ]
+
+
+def test_the_page_has_the_table_of_the_csv():
+    text = trainers.PAGE.read_text()
+    assert trainers.page(text, trainers.CSV) == text, "run `tests/upstream/environments.py --page`"
 
 
 WANTED = ["transformers==5.7.0", "prime-rl@git+https://host/repository@0123456789abcdef"]

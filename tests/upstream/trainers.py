@@ -404,7 +404,7 @@ def version_of(package: str) -> str:
 def table_of(rows: list[dict]) -> str:
     """A row for each package and reason for its version, the last such row of `rows`."""
     last = newest(rows, lambda row: (row["package"], row["why"]))
-    last = sorted(last, key=lambda row: ORDER[row["package"]])
+    last = sorted(last, key=lambda row: (ORDER[row["package"]], row["why"] != "newest"))
     cells = ([str(row[column]).replace("|", "/") or "–" for column in COLUMNS] for row in last)
     return markdown([COLUMNS, *cells])
 
