@@ -245,12 +245,15 @@ def read_lora_config(config, path: pathlib.Path) -> tuple[tuple[str, ...], dict]
 def merge_lora(model: nn.Module) -> None:
     """Add the adapters of `add_lora` to the weights, and remove them; the model stays frozen.
 
-    Raises ValueError for a model without adapters, and for weights of 4 bits, which would round them away.
+    Raises ValueError for a model without adapters, and for weights of 4 or 8 bits, which would round the
+    adapters away.
     """
     adapted = adapted_experts(model)
     for name, module in adapted.items():
-        if any(four_bits_of(module, weight) is not None for weight in names_of(module)):
-            raise ValueError(f"the weights of {name} have 4 bits, which would round the adapters away")
+        for packed in (four_bits_of(module, weight) for weight in names_of(module)):
+            if packed is not None:
+                why = f"have {packed.bits} bits, which would round the adapters away"
+                raise ValueError(f"the weights of {name} {why}")
         for weight, lora in getattr(module, ADAPTERS).items():
             lora.check_present(getattr(module, weight))
     for module in adapted.values():

@@ -209,9 +209,10 @@ def activate_lora(self: nn.Module, active_adapters: list[str]) -> Iterator[None]
     """Replace `ParamWrapper._activate_lora`: put the factors on the experts, or do as PEFT does."""
     factors, experts = factors_of(self, active_adapters), self.get_base_layer()
     if factors is None:
-        if packed_weight(self) is not None and any(name in self.lora_A for name in active_adapters):
+        packed = packed_weight(self)
+        if packed is not None and any(name in self.lora_A for name in active_adapters):
             raise ValueError(
-                f"{self.parameter_name} of {type(experts).__name__} has 4 bits: it needs "
+                f"{self.parameter_name} of {type(experts).__name__} has {packed.bits} bits: it needs "
                 f"experts_implementation={transformers.NAME!r} and takes one active adapter at a time"
             )
         with _originals["_activate_lora"](self, active_adapters):
@@ -324,5 +325,7 @@ def check_merge_allowed(self: nn.Module) -> None:
     """Replace `LoraModel._check_merge_allowed`, which runs before anything is merged."""
     _originals["_check_merge_allowed"](self)
     for name, module in self.model.named_modules():
-        if isinstance(module, param_wrapper()) and packed_weight(module) is not None:
-            raise ValueError(f"{module.parameter_name} of {name} has 4 bits, which would round adapters away")
+        packed = packed_weight(module) if isinstance(module, param_wrapper()) else None
+        if packed is not None:
+            weight = f"{module.parameter_name} of {name}"
+            raise ValueError(f"{weight} has {packed.bits} bits, which would round adapters away")

@@ -634,7 +634,8 @@ class LoRAExperts(SteppedExperts):
         if self.dispatcher is not None and self.num_adapters > 1:
             raise ValueError("ranks share the experts, of which only a single adapter can be merged")
         if self.has_four_bits:
-            raise ValueError("the weights have 4 bits, which would round the adapters away")
+            bits = self.base.gate_up.weight().bits
+            raise ValueError(f"the weights have {bits} bits, which would round the adapters away")
         for name, p in self.named_parameters():
             placements = getattr(p, "placements", ())
             if any(getattr(placement, "dim", 0) != 0 for placement in placements):

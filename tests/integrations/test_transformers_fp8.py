@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_aiter.integrations.four_bit import quantize_experts
-from moe_aiter.integrations.lora import add_lora
+from moe_aiter.integrations.lora import add_lora, merge_lora
 from moe_aiter.integrations.transformers import NAME, check, register
 from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 
@@ -148,6 +148,8 @@ def test_adapters_train_on_them(capsys):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+    with pytest.raises(ValueError, match="have 8 bits, which would round the adapters away"):
+        merge_lora(model)
 
 
 def test_other_blocks_are_refused(capsys):
@@ -201,6 +203,8 @@ def test_adapters_of_peft():
         made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=targets))
         assert {name for name, _ in experts_of(model)[0].named_parameters()} == names
         assert torch.equal(made(tokens).logits, logits)
+        with pytest.raises(ValueError, match="has 8 bits, which would round adapters away"):
+            made.merge_and_unload()
         made(tokens, labels=tokens).loss.backward()
         found = [p.grad for name, p in made.named_parameters() if "lora_B" in name]
         assert len(found) == 4 and all(grad.abs().max() > 0 for grad in found)

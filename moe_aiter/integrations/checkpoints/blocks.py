@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...kernels.base.check import check_known, checked
 from ...layers.moe import MoE
-from ..transformers import four_bits_of, known_gate, names_of
+from ..transformers import four_bits_of, known_gate
 from .families import FAMILIES
 from .family import Family, Piece
 from .files import Checkpoint, CheckpointError
@@ -30,8 +30,10 @@ def moe_from_huggingface(block: nn.Module) -> MoE:
     family = families.get(type(block).__name__)
     if family is None:
         raise TypeError(f"block is a {type(block).__name__}; known: {', '.join(families)}")
-    if any(four_bits_of(block.experts, name) is not None for name in names_of(block.experts)):
-        raise ValueError(f"the experts of {type(block).__name__} have 4 bits: convert first, then quantize")
+    packed = four_bits_of(block.experts, "down_proj")
+    if packed is not None:
+        kind = type(block).__name__
+        raise ValueError(f"the experts of {kind} have {packed.bits} bits: convert first, then quantize")
     gate = known_gate(block.experts)
     if gate is None:
         raise ValueError(f"the experts of {type(block).__name__} have a gate of their own, which MoE has not")

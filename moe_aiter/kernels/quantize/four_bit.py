@@ -89,6 +89,11 @@ class FourBit:
         return False
 
     @property
+    def bits(self) -> int:
+        """Of each number: 4 or 8."""
+        return 8 // codes_in(self.format)
+
+    @property
     def parts(self) -> tuple:
         """All that an op takes beside `packed`."""
         return self.scales, self.nested, self.offset, self.table, self.format
