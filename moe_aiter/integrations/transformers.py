@@ -17,6 +17,7 @@ Several GPUs: `DistributedConfig(..., ep_implementation="moe_aiter")`, see `Disp
 
 import sys
 import warnings
+from collections.abc import Set
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import TYPE_CHECKING, NamedTuple
@@ -248,7 +249,7 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
         elif any(name.startswith(f"{above}.") for above in found):
             continue
         elif is_other(module):
-            found[name] = ModulePath(type(module).__name__, *path_of_other(module))
+            found[name] = path_of_whole(module, adapted.keys())
         elif looks_like_experts(module):
             lacks = "its class lacks transformers' decorator use_experts_implementation"
             why = NOT_OURS.get(full_name(type(module)), lacks)
@@ -262,6 +263,16 @@ def check(model: nn.Module) -> dict[str, ModulePath]:
     if not found:
         print(f"{type(model).__name__} has no experts")
     return found
+
+
+def path_of_whole(module: nn.Module, adapted: Set[nn.Module]) -> ModulePath:
+    """Do as `path_of` for a class of `OTHERS`, whose weights PEFT adapts as a whole."""
+    kind, (path, why) = type(module).__name__, path_of_other(module)
+    if path == "not ours" or adapted.isdisjoint(module.modules()):
+        return ModulePath(kind, path, why)
+    return ModulePath(
+        kind, "whole weights", "PEFT adds its adapter: the class has no transformers' decorator"
+    )
 
 
 def path_of(module: nn.Module, adapted: bool, why_whole: str | None) -> ModulePath:
