@@ -10,17 +10,18 @@ The model runs `experts_implementation="moe_aiter"`, which dequantises tiles ins
 """
 
 import pathlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..kernels.base.check import check_known, check_parameter_dtype, checked
-from ..kernels.quantize.four_bit import FORMATS, FP8, quantized
-from ..layers.experts import local_part
-from ..layers.four_bit import FourBitWeight
+from ..kernels.quantize.four_bit import FORMATS, FP8
+from ..layers.experts import is_hooked, local_part
 from ..layers.training import is_fsdp
-from ..private_api import forget_fsdp, own_parameters
+from ..private_api import forget_fsdp, hooks_before, own_parameters
+from .other_experts import implementation_of
 from .sharded import (
     BLOCKS,
     EP,
@@ -28,12 +29,12 @@ from .sharded import (
     buffers_again,
     ep_mesh_of,
     fsdp_mesh_of,
-    quantized_parts,
+    quantized_weight,
     shard_codes,
     share_published,
     take_from_fsdp,
 )
-from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, names_of, register
+from .transformers import ADAPTERS, NAME, four_bits_of, is_experts, is_packed, names_of, register, run_ours
 
 __all__ = ["load_gpt_oss", "quantize_experts"]
 
@@ -55,27 +56,24 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     must call this before the first forward pass.  The result is that of one process, but NF4's scales are
     float32, 4.5 bits a number in all.
 
+    From then on the model runs `experts_implementation="moe_aiter"`; with another one, the next forward pass
+    raises RuntimeError.  Experts that have this format already stay as they are.
+
     Raises ValueError for an unknown format, other sizes, a model without experts that have transformers'
-    decorator, experts with adapters or that are sharded otherwise, and a weight that has no 4 bits, which
-    stays then.
+    decorator, experts with adapters, of another format or that are sharded otherwise, and weights that an
+    offloading hook hides; then the model is unchanged.  Raises ValueError for a weight that has no 4 bits,
+    too, which stays then: those before it have 4 bits.
     """
     check_known("format", format, FORMATS)
     register()
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts with transformers' decorator")
+    check_quantisable(found, format)
+    run_ours(model)
+    keep_codes_whole(model, found.values())
     for name, module in found.items():
-        if getattr(module, ADAPTERS, None):
-            raise ValueError(f"{name} has adapters: call quantize_experts first, and add_lora then")
-        for weight in names_of(module):
-            if (made := four_bits_of(module, weight)) is not None and made.format == FP8:
-                raise ValueError(
-                    f"{name} has weights of 8 bits, of an FP8 checkpoint: to quantise them to {format}, "
-                    "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
-                )
-            if made is None:
-                check_packable(module, weight, FORMATS[format].block)
-    for module in found.values():
+        refuse_others(module)
         mesh = take_from_fsdp(module, names_of(module))
         for weight in names_of(module):
             if four_bits_of(module, weight) is None:
@@ -83,10 +81,10 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
                 fsdp = fsdp_mesh_of(p)
                 w = local_part(p) if fsdp is None else p.to(fsdp.device_type).full_tensor()
                 w = w.mT if module.is_transposed else w
-                if mesh is None:
-                    packed = FourBitWeight(quantized(w, format))
-                else:
-                    packed = quantized_parts(w, format, mesh)
+                try:
+                    packed = quantized_weight(w, format, mesh)
+                except ValueError as error:
+                    raise ValueError(f"{weight} of {name}: {error}") from error
                 if fsdp is not None:
                     shard_codes(packed, fsdp)
                     for unit in filter(is_fsdp, model.modules()):
@@ -94,15 +92,59 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
                 del own_parameters(module)[weight]
                 setattr(module, weight, packed)
         module.requires_grad_(False)
-    setattr(model, CONVERSIONS, [])
-    model.set_experts_implementation(NAME)
     return list(found)
+
+
+def check_quantisable(found: Mapping[str, nn.Module], format: str) -> None:
+    for name, module in found.items():
+        if getattr(module, ADAPTERS, None):
+            raise ValueError(f"{name} has adapters: call quantize_experts first, and add_lora then")
+        for weight in names_of(module):
+            made = four_bits_of(module, weight)
+            if made is None:
+                check_packable(module, weight, FORMATS[format].block)
+            elif made.format == FP8:
+                raise ValueError(
+                    f"{name} has weights of 8 bits, of an FP8 checkpoint: to quantise them to {format}, "
+                    "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+                )
+            elif made.format != format:
+                raise ValueError(
+                    f"{name} has weights of {made.format}: to quantise them to {format}, load the model again"
+                )
+
+
+def keep_codes_whole(model: nn.Module, experts: Collection[nn.Module]) -> None:
+    """Let save_pretrained write codes as they are, of each model of transformers that has these experts."""
+    for part in model.modules():
+        if hasattr(part, "save_pretrained") and not {*experts}.isdisjoint(part.modules()):
+            setattr(part, CONVERSIONS, [])
+
+
+def refuse_others(module: nn.Module) -> None:
+    if refuse_to_run_elsewhere not in hooks_before(module).values():
+        module.register_forward_pre_hook(refuse_to_run_elsewhere)
+
+
+def refuse_to_run_elsewhere(module: nn.Module, _: tuple[Any, ...]) -> None:
+    """A hook: other implementations of the experts take codes for a weight, or find none."""
+    implementation = implementation_of(module)
+    if implementation != NAME and any(is_packed(module, name) for name in names_of(module)):
+        raise RuntimeError(
+            f"{type(module).__name__} has weights of 4 bits, which experts_implementation={implementation!r} "
+            f"cannot read: call model.set_experts_implementation({NAME!r})"
+        )
 
 
 def check_packable(module: nn.Module, name: str, block: int) -> None:
     w = own_parameters(module).get(name)
     if w is None:
         raise ValueError(f"{name} of {type(module).__name__} is no parameter: take away what wraps it")
+    if w.dim() < 3 or (w.is_meta and is_hooked(module)):  # ZeRO-3's are (0,)
+        raise ValueError(
+            f"{name} of {type(module).__name__} has no numbers now, because hooks hide them outside of "
+            "forward passes: call quantize_experts before you shard or offload the model"
+        )
     if hasattr(w, "placements") and ep_mesh_of(w) is None and fsdp_mesh_of(w) is None:
         raise ValueError(
             f"{name} of {type(module).__name__} is sharded, but not by experts: load without tp_size or with "
@@ -164,6 +206,7 @@ def load_gpt_oss(
         model.config.quantization_config = published
     for module in filter(is_experts, model.modules()):
         buffers_again(module)
+        refuse_others(module)
         module.requires_grad_(False)
     return model
 

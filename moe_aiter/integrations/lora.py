@@ -29,7 +29,17 @@ from ..layers.lora import LoRAFactors, row_norms
 from ..layers.lora_peft import factors_of_all_experts, factors_per_expert, load_stacked, rank_in
 from ..private_api import hooks_before
 from .sharded import gathered, kept, shard_factors
-from .transformers import ADAPTERS, NAME, experts_in, four_bits_of, known_gate, names_of, register, weights_of
+from .transformers import (
+    ADAPTERS,
+    NAME,
+    experts_in,
+    four_bits_of,
+    known_gate,
+    names_of,
+    register,
+    run_ours,
+    weights_of,
+)
 
 __all__ = ["add_lora", "load_lora", "merge_lora", "save_lora"]
 
@@ -56,8 +66,9 @@ def add_lora(
     In a model that transformers has sharded, adapters are sharded with their experts.  All ranks must call
     this, `load_lora` and `save_lora`.
 
-    Raises ValueError if the model has no experts with transformers' decorator, or has adapters already, if
-    tensor parallelism divides single experts, and as `LoRAFactors` does; then the model is unchanged.
+    Raises ValueError if the model has no experts with transformers' decorator, only holds a model of
+    transformers, or has adapters already, if tensor parallelism divides single experts, and as `LoRAFactors`
+    does; then the model is unchanged.
     """
     return attach(model, new_adapters(model, targets, dtype, lora))
 
@@ -116,7 +127,7 @@ def new_factors(module: nn.Module, name: str, lora: dict) -> LoRAFactors:
 
 
 def attach(model: nn.Module, adapters: Mapping[str, nn.ModuleDict]) -> list[str]:
-    model.set_experts_implementation(NAME)
+    run_ours(model)
     model.requires_grad_(False)
     for name, factors in adapters.items():
         module = model.get_submodule(name)

@@ -162,8 +162,10 @@ def shard_codes(weight: FourBitWeight, mesh: "DeviceMesh") -> None:
     fully_shard(weight, mesh=mesh, reshard_after_forward=True)
 
 
-def quantized_parts(w: Tensor, format: str, mesh: "DeviceMesh") -> FourBitWeight:
-    """Quantise this rank's part (E / ranks, out, in) of a weight, as one process would the whole weight."""
+def quantized_weight(w: Tensor, format: str, mesh: "DeviceMesh | None") -> FourBitWeight:
+    """Quantise a weight, or this rank's part (E / ranks, out, in) of one, as one process would the whole."""
+    if mesh is None:
+        return FourBitWeight(quantized(w, format))
     part = quantized(w, format, double=False)
     if format == "nf4" and not w.is_meta:  # the 8 bits of a scale depend on all scales
         rounded = rounded_scales(from_part(part.scales, mesh).full_tensor())

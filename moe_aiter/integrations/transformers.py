@@ -479,6 +479,13 @@ def down_of(module: nn.Module) -> Tensor:
     return module.down_proj if weight is None else weight
 
 
+def run_ours(model: nn.Module) -> None:
+    """Let the experts of a model of transformers run here; ValueError for what only holds such a model."""
+    if not hasattr(model, "set_experts_implementation"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers: give the model that it holds")
+    model.set_experts_implementation(NAME)
+
+
 def names_of(module: nn.Module) -> tuple[str, str]:
     """Return the names of the two weights."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"

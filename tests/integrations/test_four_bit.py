@@ -330,6 +330,55 @@ def test_a_weight_without_4_bits_stays():
     assert {name: p.shape for name, p in model.named_parameters()} == before
 
 
+def test_a_later_weight_without_4_bits(tmp_path):
+    """The layers before have 4 bits already: the model runs, can be saved, and the next call goes on."""
+    model = tiny("qwen3_moe")
+    weight = model.model.layers[1].mlp.experts.down_proj
+    before = weight[0, 0, 0].item()
+    weight.data[0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"down_proj of model\.layers\.1\.mlp\.experts: w holds NaN"):
+        quantize_experts(model, "mxfp4")
+    weight.data[0, 0, 0] = before
+    assert model(TOKENS).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    quantize_experts(model, "mxfp4")
+    quantize_experts(other := tiny("qwen3_moe"), "mxfp4")
+    assert torch.equal(model(TOKENS).logits, other(TOKENS).logits)
+
+
+def test_the_inner_model_is_saved_too(tmp_path):
+    quantize_experts(model := tiny("qwen3_moe"), "mxfp4")
+    model.model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("which", ["published", "qwen3_moe"])
+def test_other_implementations_are_refused(which, request):
+    if which == "published":
+        model = load_gpt_oss(request.getfixturevalue("published")[0], dtype=torch.float32)
+    else:
+        quantize_experts(model := tiny(which), "nf4")
+    want = model(TOKENS).logits
+    for name in ("eager", "grouped_mm"):
+        model.set_experts_implementation(name)
+        with pytest.raises(
+            RuntimeError, match=f"has weights of 4 bits, which experts_implementation='{name}'"
+        ):
+            model(TOKENS)
+    model.set_experts_implementation("moe_aiter")
+    assert torch.equal(model(TOKENS).logits, want)
+
+
+def test_offloaded_weights_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model := tiny("qwen3_moe"), execution_device="cpu")
+    want = model(TOKENS).logits
+    with pytest.raises(ValueError, match="gate_up_proj of Qwen3MoeExperts has no numbers now, because hooks"):
+        quantize_experts(model, "nf4")
+    assert torch.equal(model(TOKENS).logits, want)
+
+
 def test_mistakes():
     model = tiny("qwen3_moe", moe_intermediate_size=48)
     before = {name: p.shape for name, p in model.named_parameters()}
@@ -342,6 +391,14 @@ def test_mistakes():
         quantize_experts(model, "int8")
     with pytest.raises(ValueError, match="Linear has no experts with transformers' decorator"):
         quantize_experts(nn.Linear(2, 2))
+    for call in (lambda held: quantize_experts(held, "mxfp4"), lambda held: add_lora(held, rank=2)):
+        with pytest.raises(ValueError, match="Sequential is no model of transformers: give the model"):
+            call(nn.Sequential(tiny("qwen3_moe")))
+    quantize_experts(packed := tiny("qwen3_moe"), "nf4")
+    with pytest.raises(
+        ValueError, match="has weights of nf4: to quantise them to mxfp4, load the model again"
+    ):
+        quantize_experts(packed, "mxfp4")
     add_lora(model, rank=2)
     with pytest.raises(ValueError, match="has adapters: call quantize_experts first"):
         quantize_experts(model, "mxfp4")
