@@ -633,7 +633,7 @@ class LoRAExperts(SteppedExperts):
             raise ValueError("the adapters are already merged")
         if self.dispatcher is not None and self.num_adapters > 1:
             raise ValueError("ranks share the experts, of which only a single adapter can be merged")
-        if self.has_four_bits:
+        if isinstance(self.base, FourBitExperts):
             bits = self.base.gate_up.weight().bits
             raise ValueError(f"the weights have {bits} bits, which would round the adapters away")
         for name, p in self.named_parameters():
