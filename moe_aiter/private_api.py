@@ -231,9 +231,13 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 def forget_fsdp(unit: nn.Module, module: nn.Module, name: str) -> None:
     """Let FSDP2 leave a parameter of a module alone, sharded as it is, if it is one of `unit`."""
-    for group in fsdp_groups(unit._get_fsdp_state()):
+    state = unit._get_fsdp_state()
+    for group in fsdp_groups(state):
         found = [(p, p._module_info) for p in group.fsdp_params]
         forget(group, [p for p, at in found if at.module is module and at.param_name == name])
+    keep_groups(
+        state, [group for group in fsdp_groups(state) if group.fsdp_params]
+    )  # it gathers no empty one
 
 
 def forget(group: Any, params: list[Any]) -> None:
@@ -248,11 +252,16 @@ def leave_fsdp(module: nn.Module) -> None:
     state = module._get_fsdp_state()
     for group in fsdp_groups(state):
         forget(group, group.fsdp_params)
+    keep_groups(state, [])
+
+
+def keep_groups(state: Any, kept: list[Any]) -> None:
+    """Let FSDP2 know only these groups of parameters of a module."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        state._fsdp_param_group = None
+        state._fsdp_param_group = kept[0] if kept else None
     else:
-        groups.clear()
+        groups[:] = kept
 
 
 # the compiler, which takes a second to import

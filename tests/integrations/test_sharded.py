@@ -151,9 +151,27 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
         results[case, "loaded"] = step(model, tokens)
         save_lora(model, folder / f"read {case}")
     load(folder, "mxfp4", adapted=False, **meshes()).save_pretrained(folder / "again")
+    experts_as_units(folder, tokens)
     refused(folder, tokens)
     torch.save(results, folder / f"{rank}.pt")
     leave()
+
+
+def experts_as_units(folder: pathlib.Path, tokens: torch.Tensor) -> None:
+    """A model that its user shards by FSDP2: the units of its experts have no other parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded, alone = (load(folder, "lora", adapted=False) for _ in range(2))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    for unit in [*filter(is_experts, sharded.modules()), sharded]:
+        fully_shard(unit, mesh=mesh)
+    for model in (sharded, alone):
+        quantize_experts(model, "mxfp4")
+    for _ in range(2):
+        assert torch.equal(sharded(tokens).logits, alone(tokens).logits)
+    add_lora(sharded, **LORA)
+    sharded(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in adapters(sharded))
 
 
 def refused(folder: pathlib.Path, tokens: torch.Tensor) -> None:
