@@ -63,8 +63,8 @@ def add_lora(
     parameters are `<experts>.moe_aiter_adapters.<weight>.A` (E, r, in), `.B` (E, out, r) and with `dora`
     `.magnitude` (E, out).  You may unfreeze other parameters afterwards.
 
-    In a model that transformers has sharded, adapters are sharded with their experts.  All ranks must call
-    this, `load_lora` and `save_lora`.
+    In a model that transformers or FSDP2 has sharded, adapters are sharded with their experts.  All ranks
+    must call this, before the first forward pass, `load_lora` and `save_lora`.
 
     Raises ValueError if the model has no experts with transformers' decorator, only holds a model of
     transformers, or has adapters already, if tensor parallelism divides single experts, and as `LoRAFactors`

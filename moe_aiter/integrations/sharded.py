@@ -64,14 +64,14 @@ def from_part(t: Tensor, mesh: "DeviceMesh") -> Tensor:
 
 
 def shard_factors(factors: LoRAFactors, model: nn.Module, weight: Tensor) -> None:
-    """Shard the adapters of `weight` as transformers has sharded the weight, in place.
+    """Shard the adapters of `weight` as transformers, or the user by FSDP2, has sharded the weight, in place.
 
     They are whole, and the same on all ranks but for random numbers.  Options of FSDP2 that the model has are
     not for them: they stay on the device, and in their dtype until products take them in that of the weight.
     """
     meshes = getattr(model, "_mesh_manager", None)
     if meshes is None:
-        return
+        return shard_alike(factors, weight)
     config = model.config.distributed_config
     if any(getattr(placement, "dim", 0) for placement in getattr(weight, "placements", ())):
         raise ValueError(f"adapters need whole experts, but tp_size={config.tp_size} divides each of them")
@@ -98,6 +98,22 @@ def shard_factors(factors: LoRAFactors, model: nn.Module, weight: Tensor) -> Non
     unit.set_gradient_divide_factor(float(config.dp_size))
     if config.efsdp_size > 1:  # else it would divide twice; gloo multiplies no sum, nor NCCL in bfloat16
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def shard_alike(factors: LoRAFactors, weight: Tensor) -> None:
+    """Let FSDP2 shard the adapters of a weight over the mesh over which the user has it shard the weight."""
+    placements = getattr(weight, "placements", ())
+    if not placements:
+        return
+    mesh = fsdp_mesh_of(weight)
+    if mesh is None:
+        raise ValueError(f"adapters need experts that FSDP2 shards by their first axis, not by {placements}")
+    from torch.distributed.fsdp import fully_shard
+
+    for axis in [axis for axis, placement in enumerate(placements) if placement.is_replicate()]:
+        for p in factors.parameters():
+            dist.broadcast(p.data, group=mesh.get_group(axis), group_src=0)
+    fully_shard(factors, mesh=mesh, reshard_after_forward=True)
 
 
 def divide(ranks: int, grads: Tensor) -> None:

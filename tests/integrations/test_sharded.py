@@ -85,11 +85,15 @@ def load(folder: pathlib.Path, case: str, adapted: bool = True, seed: int = 3, *
         experts.act_fn = nn.Tanh()
     torch.manual_seed(seed)
     if adapted:
-        add_lora(model, **LORA | lora)
-        for p in adapters(model):  # as after some training
-            torch.manual_seed(p.dim())
-            p.data += 0.1 * like(torch.randn(p.shape).to(p.device), p)
+        adapt(model, LORA | lora)
     return model
+
+
+def adapt(model, lora: dict) -> None:
+    add_lora(model, **lora)
+    for p in adapters(model):  # as after some training
+        torch.manual_seed(p.dim())
+        p.data += 0.1 * like(torch.randn(p.shape).to(p.device), p)
 
 
 def adapters(model) -> list[nn.Parameter]:
@@ -151,27 +155,32 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
         results[case, "loaded"] = step(model, tokens)
         save_lora(model, folder / f"read {case}")
     load(folder, "mxfp4", adapted=False, **meshes()).save_pretrained(folder / "again")
-    experts_as_units(folder, tokens)
+    for four_bits, shape in ((True, (WORLD,)), (False, (WORLD,)), (False, (WORLD, 1))):
+        experts_as_units(folder, tokens, four_bits, shape)
     refused(folder, tokens)
     torch.save(results, folder / f"{rank}.pt")
     leave()
 
 
-def experts_as_units(folder: pathlib.Path, tokens: torch.Tensor) -> None:
+def experts_as_units(folder: pathlib.Path, tokens: torch.Tensor, four_bits: bool, shape: tuple) -> None:
     """A model that its user shards by FSDP2: the units of its experts have no other parameters."""
     from torch.distributed.fsdp import fully_shard
 
     sharded, alone = (load(folder, "lora", adapted=False) for _ in range(2))
-    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
     for unit in [*filter(is_experts, sharded.modules()), sharded]:
         fully_shard(unit, mesh=mesh)
     for model in (sharded, alone):
-        quantize_experts(model, "mxfp4")
+        quantize_experts(model, "mxfp4") if four_bits else None
+        torch.manual_seed(3 + dist.get_rank() * (model is sharded and len(shape) == 2))
+        adapt(model, LORA)
+    for p, q in zip(adapters(sharded), adapters(alone), strict=True):
+        q.data.copy_(whole(p.detach()))
     for _ in range(2):
-        assert torch.equal(sharded(tokens).logits, alone(tokens).logits)
-    add_lora(sharded, **LORA)
-    sharded(tokens, labels=tokens).loss.backward()
-    assert all(p.grad is not None for p in adapters(sharded))
+        torch.testing.assert_close(sharded(tokens).logits, alone(tokens).logits)
+    got, want = step(sharded, tokens), step(alone, batch().flatten(0, 1))
+    for name in want.keys() - {"loss"}:
+        close(got[name], want[name])
 
 
 def refused(folder: pathlib.Path, tokens: torch.Tensor) -> None:
