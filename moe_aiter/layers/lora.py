@@ -74,6 +74,8 @@ class LoRAFactors(nn.Module):
         dropout: float = 0.0, rank_dropout: float = 0.0, adapters: int = 1,
     ):  # fmt: skip
         super().__init__()
+        if hasattr(weight, "placements"):
+            raise ValueError("the weight is sharded: make the adapters first, and shard the layer with them")
         check_sizes(num_adapters=count)
         for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):
             if not 0 <= chance < 1:

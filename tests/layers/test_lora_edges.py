@@ -123,3 +123,13 @@ def test_dropout_in_experts(kind, monkeypatch):
 def test_chances_are_checked():
     with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1, not 1"):
         make_linear({"dropout": 1})
+
+
+@pytest.mark.parametrize("make", [LoRALinear, LoRAExperts])
+def test_a_sharded_layer_is_refused(make):
+    """FSDP2 would leave out its adapters, which each rank would train by its own tokens."""
+    base = nn.Linear(H, 10) if make is LoRALinear else MoE(H, CHANNELS, E, 2).experts
+    for p in base.parameters():
+        p.placements = ("Shard(dim=0)",)  # as a DTensor has
+    with pytest.raises(ValueError, match="the weight is sharded: make the adapters first"):
+        make(base, rank=2)
