@@ -332,7 +332,7 @@ class LoRALinear(nn.Module):
     are those of `LoRAFactors`: `rank` and `alpha` may be sequences, of one number for each adapter.
     state_dict keys: base.weight, base.bias, lora.A (num_adapters, r, in), lora.B (num_adapters, out, r), with
     `dora` lora.magnitude (num_adapters, out), and if adapters differ lora.scales (num_adapters, r).  `base`
-    is frozen.
+    is frozen.  Raises ValueError for a base that is sharded already.
     """
 
     @checked
@@ -525,7 +525,7 @@ class LoRAExperts(SteppedExperts):
     The router stays trainable.  `row_chunks`, `recompute` and `fp8` of the experts have an effect only after
     `merge`: beside adapters, products use the weights' dtype.
     Raises TypeError unless `base` is an `Experts`, perhaps one of 4 bits, ValueError for `dora` with several
-    adapters.
+    adapters and for a base that is sharded already.
     """
 
     def __init__(self, base: Experts | FourBitExperts, num_adapters: int = 1, **lora: Any):
