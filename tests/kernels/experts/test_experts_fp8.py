@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_aiter import MoE
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, UpFp8Inputs, gmm_unpermute_fp8_op
+from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, UpFp8Inputs, gmm_fp8_op, gmm_unpermute_fp8_op
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed
@@ -357,6 +357,22 @@ def test_hopper(name, sizes, fp8):
         emulated = run(ids, act, interleaved, fp8, dout, *inputs)
     for label, a, b, truth in zip(NAMES, got, emulated, exact, strict=False):
         assert error(a, truth) <= 2 * error(b, truth) + 1e-3, (label, error(a, truth), error(b, truth))
+
+
+@pytest.mark.parametrize("K, N", [(256, 128), (176, 200), (16, 8), (136, 90), (130, 64)])
+@pytest.mark.parametrize("top_k", [0, 3], ids=["rows in place", "gathered rows"])
+def test_products_of_frozen_weights(device, top_k, K, N):
+    """Of widths that Hopper's kernel takes, and of others."""
+    plan = sort_by_expert(expert_ids(41, 5, max(top_k, 1)).to(device), 7)  # two experts have no rows
+    x, w, bias = (torch.randn(s).to(device, torch.bfloat16) for s in ((41, K), (7, N, K), (7, N)))
+    (x8, x_scale), (w8, w_scale) = quantize_blocks(x, False), quantize_blocks(w, True)
+    gathered = (plan[0], top_k) if top_k else (None, 1)
+    got = gmm_fp8_op(x8, w8.mT, plan[2], x_scale, w_scale, bias, *gathered, x.dtype)
+    exact_x, exact_w = dequantize(x8, x_scale, torch.float64), dequantize(w8, w_scale, torch.float64)
+    rows = exact_x[plan[0].long() // top_k] if top_k else exact_x
+    expert = torch.arange(7, device=device).repeat_interleave(plan[2].long())
+    exact = (exact_w[expert] @ rows[:, :, None])[..., 0] + bias[expert].double()
+    assert got.dtype == x.dtype and error(got, exact) < 0.01
 
 
 LARGE = {"A": (32768, 4096, 1024, 128, 8), "C": (32768, 2048, 768, 128, 8), "D": (16384, 4096, 14336, 8, 2)}
