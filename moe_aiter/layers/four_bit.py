@@ -79,6 +79,18 @@ class FourBitWeight(nn.Module):
             t = getattr(weight, name)
             setattr(self, name, t if t is None or name == "table" else shard(t))
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        if self.format == "nf4" and not hasattr(self.packed, "placements"):
+            self.take_scales(*(state_dict.get(f"{prefix}{name}") for name in PARTS[1:]))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def take_scales(self, scales: Tensor | None, *rest: Tensor | None) -> None:
+        """Make room for scales of a state that `shard` has saved, float32, or for double-quantised ones."""
+        if scales is not None and scales.shape == self.scales.shape and scales.dtype != self.scales.dtype:
+            self.scales = torch.empty_like(self.scales, dtype=scales.dtype)
+            for name, t in zip(PARTS[2:], rest, strict=True):
+                setattr(self, name, None if t is None else torch.empty_like(t, device=self.packed.device))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FourBitWeight":
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
 

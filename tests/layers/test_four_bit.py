@@ -281,6 +281,29 @@ def test_an_empty_model_is_filled_from_a_state_dict(format):
 
 
 @slow
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("saved", ["float32", "double"])
+def test_a_state_of_nf4_with_scales_of_the_other_form_is_loaded(saved, assign):
+    """Ranks that share experts save float32 scales; one process then loads them, and its own again."""
+    states, outputs, x = {}, {}, torch.randn(3, SIZE)
+    for form in ("double", "float32"):
+        moe = quantize(MoE(SIZE, SIZE, E, 2), "nf4")
+        if form == "float32":
+            for weight in moe.experts.owners():
+                weight.shard(lambda t: t)
+        states[form], outputs[form] = moe.state_dict(), moe(x)
+    with torch.device("meta" if assign else "cpu"):
+        other = quantize(MoE(SIZE, SIZE, E, 2), "nf4")
+    forms = ["float32"] if saved == "float32" else ["float32", "double"]
+    for form in forms:
+        other.load_state_dict(states[form], assign=assign)
+    assert torch.equal(other(x), outputs[saved])
+    assert {n: t.dtype for n, t in other.state_dict().items()} == {
+        n: t.dtype for n, t in states[saved].items()
+    }
+
+
+@slow
 def test_a_layer_without_parameters():
     """A router of hashes and experts of 4 bits leave buffers alone: a monitor and a loss scale find them."""
 
