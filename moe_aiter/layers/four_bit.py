@@ -48,6 +48,9 @@ class FourBitWeight(nn.Module):
     which `weight` and `dequantize` return this rank's part.
     """
 
+    packed: Tensor
+    scales: Tensor
+
     def __init__(self, weight: FourBit):
         super().__init__()
         check_four_bit(weight.packed, *weight.parts)
