@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-from trainers import CSV, FIELDS, PACKAGES, PAGE, REPOSITORY, RUNS, could_not, page, scenario
+from trainers import CSV, FIELDS, PACKAGES, PAGE, REPOSITORY, RUNS, could_not, known, page, scenario
 
 from moe_aiter.bench.measure import append, git_commit
 from moe_aiter.files import read_text
@@ -111,7 +111,8 @@ def run(names: list[str], why: str, requirements: list[str], out: pathlib.Path, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("packages", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} [all]")
+    names = f"of {', '.join(RUNS)} [all]"
+    parser.add_argument("packages", nargs="*", type=known, metavar="NAME", help=names)
     parser.add_argument("--page", action="store_true", help="only write the page")
     given = parser.parse_args()
     wanted, commit, status = set(given.packages or RUNS), git_commit(), 0

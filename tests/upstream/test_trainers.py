@@ -100,6 +100,17 @@ def test_the_page_has_the_table_of_the_csv():
     assert trainers.page(text, trainers.CSV) == text, "run `tests/upstream/environments.py --page`"
 
 
+@pytest.mark.parametrize("script", ["trainers", "environments"])
+def test_a_name_that_is_unknown_is_an_error(script, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    module = importlib.import_module(script)
+    monkeypatch.setattr("sys.argv", [script, "pefft"])
+    with pytest.raises(SystemExit) as error:
+        module.main()
+    assert error.value.code == 2 and "unknown package 'pefft'; known: axolotl," in capsys.readouterr().err
+    assert module.known("ms-swift") == "ms_swift"
+
+
 WANTED = ["transformers==5.7.0", "prime-rl@git+https://host/repository@0123456789abcdef"]
 
 

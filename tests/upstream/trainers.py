@@ -415,9 +415,17 @@ def page(text: str, source: pathlib.Path) -> str:
         return replaced(text, table_of(list(csv.DictReader(file))))
 
 
+def known(name: str) -> str:
+    """An argument of a command line, also as the package is written, `ms-swift`."""
+    if (found := name.replace("-", "_")) not in RUNS:
+        raise argparse.ArgumentTypeError(f"unknown package {name!r}; known: {', '.join(RUNS)}")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("packages", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} [all]")
+    names = f"of {', '.join(RUNS)} [all]"
+    parser.add_argument("packages", nargs="*", type=known, metavar="NAME", help=names)
     parser.add_argument("--stubs", action="store_true", help="use the stubs in place of packages")
     parser.add_argument("--json", action="store_true", help="print the rows alone, as JSON")
     parser.add_argument("--out", type=pathlib.Path, metavar="CSV", help="append the rows to this file [none]")
