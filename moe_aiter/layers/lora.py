@@ -42,7 +42,7 @@ from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
 from .four_bit import FourBitExperts
-from .lora_peft import check_alpha, copy_in, factors_of_all_experts, load_stacked, rank_in
+from .lora_peft import check_alpha, copy_in, factors_of_all_experts, load_stacked, number_of, rank_in
 
 T = TypeVar("T")
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
@@ -240,8 +240,8 @@ class LoRAFactors(nn.Module):
 
     def of_adapter(self, adapter: int, rank: int | None = None) -> tuple[Tensor, Tensor]:
         """Return views of A (E, rank, in) and B (E, out, rank) of an adapter, by default all of its rank."""
+        pairs = slice(number_of(adapter, self.adapters), None, self.adapters)
         rank = self.rank_of(adapter) if rank is None else rank
-        pairs = slice(range(self.adapters)[adapter], None, self.adapters)
         return self.A.detach()[pairs, :rank], self.B.detach()[pairs, :, :rank]
 
     def rank_of(self, adapter: int) -> int:
@@ -464,7 +464,7 @@ class LoRALinear(nn.Module):
             raise ValueError("an adapter is already merged")
         self.lora.check_present(self.base.weight)
         original = self.base.weight.detach().clone()
-        self.base.weight.detach().copy_(self.lora.merged(original, adapter))
+        self.base.weight.detach().copy_(self.lora.merged(original, number_of(adapter, self.num_adapters)))
         self.original = original
 
     def unmerge(self) -> None:
@@ -642,7 +642,7 @@ class LoRAExperts(SteppedExperts):
             placements = getattr(p, "placements", ())
             if any(getattr(placement, "dim", 0) != 0 for placement in placements):
                 raise ValueError(f"{name} is sharded by {placements}: merge needs whole experts on each rank")
-        weights, number = self.own_weights(), range(self.num_adapters)[adapter]
+        weights, number = self.own_weights(), number_of(adapter, self.num_adapters)
         self.original = weights[0].clone(), weights[1].clone()
         for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
             for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory

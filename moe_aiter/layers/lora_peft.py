@@ -63,7 +63,7 @@ def rank_in(
     name, magnitude = f"{prefix}lora_A.weight", f"{prefix}lora_magnitude_vector"
     if lora.magnitude is None and magnitude in state:
         raise ValueError(f"state has {magnitude}, an adapter with DoRA, but the layer was made without dora")
-    shape, experts = tuple(state[name].shape), lora.count // lora.adapters
+    shape, experts = tuple(found_in(state, name).shape), lora.count // lora.adapters
     rank, rest = divmod(shape[0] if shape else 0, experts)
     if rest or not 1 <= rank <= lora.rank:
         ranks = f"{experts} times a rank of 1 to {lora.rank}" if experts > 1 else f"1 to {lora.rank} ranks"
@@ -95,10 +95,24 @@ def copy_in(to: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """
     check_state(state)
     for name, t in to.items():
-        if state[name].shape != t.shape:
-            raise ValueError(f"{name} is {tuple(state[name].shape)} but the adapter needs {tuple(t.shape)}")
+        if (shape := found_in(state, name).shape) != t.shape:
+            raise ValueError(f"{name} is {tuple(shape)} but the adapter needs {tuple(t.shape)}")
     for name, t in to.items():
         t.copy_(state[name])
+
+
+def found_in(state: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        there = ", ".join(map(repr, [*state][:2])) or "nothing"
+        raise KeyError(f"state has no {name!r}, but {there}: give the prefix of its names, if they have one")
+    return state[name]
+
+
+def number_of(adapter: int, adapters: int) -> int:
+    """Return `adapter`, counted from the first; IndexError if it is not one of `adapters`."""
+    if not -adapters <= adapter < adapters:
+        raise IndexError(f"adapter is {adapter}, but the adapters are 0 to {adapters - 1}")
+    return adapter % adapters
 
 
 def check_alpha(alpha: float | None) -> None:

@@ -39,7 +39,7 @@ def test_a_refused_merge_changes_nothing():
     layer, x = make_linear({}, 2), torch.randn(4, H, dtype=torch.float64)
     ids = torch.tensor([0, 1, 0, -1])
     before = layer(x, ids)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="adapter is 2, but the adapters are 0 to 1"):
         layer.merge(2)
     assert torch.equal(layer(x, ids), before)
     layer.merge(1)

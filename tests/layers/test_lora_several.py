@@ -230,8 +230,10 @@ def test_loads_that_are_refused_change_nothing(make):
     if make is linear:
         with pytest.raises(ValueError, match="lora_magnitude_vector, an adapter with DoRA"):
             layer.load_peft_state_dict(linear(dora=True).peft_state_dict(1))
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"adapter is {N}, but the adapters are 0 to {N - 1}"):
         layer.load_peft_state_dict(layer.peft_state_dict(), adapter=N)
+    with pytest.raises(KeyError, match=r"state has no .*lora_A.weight', but 'model.*give the prefix"):
+        layer.load_peft_state_dict({f"model.{name}": t for name, t in layer.peft_state_dict().items()})
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
 
 
