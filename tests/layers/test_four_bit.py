@@ -378,6 +378,9 @@ def test_mistakes():
         quantize(shared, "nf4")
     with pytest.raises(ValueError, match="w holds NaN or infinity"):
         quantized(torch.full((1, 2, 128), torch.nan), "mxfp4")
+    for made in ("int8", "mxfp4"):
+        with pytest.raises(ValueError, match="the experts of MoE are quantised already: give the model as"):
+            quantize(quantize(MoE(SIZE, SIZE, E, 2), made), "nf4")
     with pytest.raises(ValueError, match="Linear has no Experts, whose weights 'nf4' is for"):
         quantize(nn.Linear(8, 8), "nf4")
     with pytest.raises(ValueError, match="int4 needs rows of a multiple of 128 numbers"):
