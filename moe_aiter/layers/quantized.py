@@ -240,11 +240,10 @@ def with_four_bits(model: nn.Module, format: str, skip: Collection[str]) -> nn.M
     found = {name: m for name, m in model.named_modules() if type(m) is Experts and m not in skipped}
     found = {name: m for name, m in found.items() if "forward" not in vars(m)}
     if not found:
+        kind = type(model).__name__
         if any(isinstance(m, (FourBitExperts, QuantizedExperts)) for m in model.modules()):
-            raise ValueError(
-                f"the experts of {type(model).__name__} are quantised already: give the model as it was before"
-            )
-        raise ValueError(f"{type(model).__name__} has no Experts, whose weights {format!r} is for")
+            raise ValueError(f"the experts of {kind} are quantised already: give the model as it was before")
+        raise ValueError(f"{kind} has no Experts, whose weights {format!r} is for")
     if any(isinstance(m, LoRAExperts) and m.original is not None for m in model.modules()):
         raise ValueError("adapters are merged into the weights: unmerge them first")
     # the copy begins with the weights themselves: copies of them would double the memory
