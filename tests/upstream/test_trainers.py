@@ -88,10 +88,10 @@ def row(**cells):
 def test_a_newer_row_replaces_one_with_the_same_reason():
     found = [row(package="peft"), row(version="1.0"), row(version="0.9", why="oldest"), row(version="1.1")]
     lines = trainers.table_of(found).splitlines()
-    assert [line.split(" | ")[:3] for line in lines[2:]] == [
-        ["| trl", "1.1", "newest"],
-        ["| trl", "0.9", "oldest"],
-        ["| peft", "–", "newest"],
+    assert [line.split(" | ")[:4] for line in lines[2:]] == [
+        ["| trl", "1.1", "newest", "equal"],
+        ["| trl", "0.9", "oldest", "equal"],
+        ["| peft", "–", "newest", "equal"],
     ]
 
 
