@@ -71,6 +71,8 @@ def shard_factors(factors: LoRAFactors, model: nn.Module, weight: Tensor) -> Non
     """
     meshes = getattr(model, "_mesh_manager", None)
     if meshes is None:
+        if not hasattr(weight, "placements"):  # FSDP2 leaves codes whole that were buffers when it came
+            weight = next((p for p in model.parameters() if fsdp_mesh_of(p) is not None), weight)
         return shard_alike(factors, weight)
     config = model.config.distributed_config
     if any(getattr(placement, "dim", 0) for placement in getattr(weight, "placements", ())):

@@ -155,18 +155,23 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
         results[case, "loaded"] = step(model, tokens)
         save_lora(model, folder / f"read {case}")
     load(folder, "mxfp4", adapted=False, **meshes()).save_pretrained(folder / "again")
-    for four_bits, shape in ((True, (WORLD,)), (False, (WORLD,)), (False, (WORLD, 1))):
+    for four_bits, shape in (("after", (WORLD,)), ("before", (WORLD,)), ("", (WORLD,)), ("", (WORLD, 1))):
         experts_as_units(folder, tokens, four_bits, shape)
     refused(folder, tokens)
     torch.save(results, folder / f"{rank}.pt")
     leave()
 
 
-def experts_as_units(folder: pathlib.Path, tokens: torch.Tensor, four_bits: bool, shape: tuple) -> None:
-    """A model that its user shards by FSDP2: the units of its experts have no other parameters."""
+def experts_as_units(folder: pathlib.Path, tokens: torch.Tensor, four_bits: str, shape: tuple) -> None:
+    """A model that its user shards by FSDP2: the units of its experts have no other parameters.
+
+    four_bits: whether experts get 4 bits before FSDP2, which then leaves their codes whole, or after it.
+    """
     from torch.distributed.fsdp import fully_shard
 
     sharded, alone = (load(folder, "lora", adapted=False) for _ in range(2))
+    if four_bits == "before":
+        quantize_experts(sharded, "mxfp4")
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
     for unit in [*filter(is_experts, sharded.modules()), sharded]:
         fully_shard(unit, mesh=mesh)
