@@ -164,6 +164,10 @@ def lose(found):
     del found["model.layers.0.block_sparse_moe.experts.0.w1.qzeros"]
 
 
+def lose_order(found):
+    del found["model.layers.0.block_sparse_moe.experts.0.w1.g_idx"]
+
+
 def regroup(found):
     key = "model.layers.0.block_sparse_moe.experts.0.w1.scales"
     found[key] = found[key][:1].contiguous()
@@ -187,6 +191,7 @@ def scramble(found):
     "case, edit, problem",
     [
         ("gptq", lose, "w1.qzeros is missing beside"),
+        ("gptq-desc_act", lose_order, "w1.g_idx is missing beside"),
         ("gptq", regroup, "w1.scales is (1, 24); it should be (2, 24)"),
         ("gptq", centre, "symmetric weight in 'gptq_v2', each the zero point 8"),
         ("gptq", scramble, "its g_idx has numbers outside of 0 to 1"),

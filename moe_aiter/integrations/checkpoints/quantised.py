@@ -172,7 +172,8 @@ class Dequantised(Checkpoint):
             return None
         else:
             parts = {name: stem + name for name in (first, *rest)} | {"": f"{stem}weight"}
-            parts |= {name: stem + name for name in optional if stem + name in self.stored}
+            needed = self.settings.get("desc_act") is True  # of GPTQ: the groups are in no order
+            parts |= {name: stem + name for name in optional if needed or stem + name in self.stored}
         missing = [part for name, part in parts.items() if name and part not in self.stored]
         problems += [f"{part} is missing beside {key}" for part in missing]
         return None if missing else parts
