@@ -50,7 +50,8 @@ def quantize_experts(model: nn.Module, format: str = "nf4") -> list[str]:
     another is replaced, so the peak is the model and the largest weight in 4 bits.  state_dict then has
     `<experts>.<weight>.packed`, `.scales` and so on in the place of `<experts>.<weight>`.  save_pretrained,
     and so the checkpoints of a Trainer, have the same keys, for load_state_dict of such a model.  Give the
-    whole model: if it is part of another model, save_pretrained of that one raises an error.
+    whole model: save_pretrained of a model that has it as a part divides codes as it divides weights, and
+    raises an error or writes keys that no model has.
 
     If ranks share the experts by transformers' expert parallelism, each quantises its own.  If FSDP2 alone
     shards them, each rank quantises one whole weight after another, and FSDP2 shards the codes.  All ranks
