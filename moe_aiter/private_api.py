@@ -223,6 +223,11 @@ def is_changed(module: nn.Module, methods: tuple) -> bool:
     return own or has_hooks(module) or any_global_hook() or module._compiled_call_impl is not None
 
 
+def in_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a unit that has this module."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
 def fsdp_groups(state: Any) -> list[Any]:
     """Return the groups of parameters of a module that FSDP2 shards, of which torch 2.11 has one at most."""
     groups = getattr(state, "_fsdp_param_groups", None)

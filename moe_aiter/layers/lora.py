@@ -38,6 +38,7 @@ from ..kernels.base.check import (
 from ..kernels.grouped.segment_gmm import segment_gmm
 from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
+from ..private_api import in_fsdp
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
@@ -532,6 +533,8 @@ class LoRAExperts(SteppedExperts):
         super().__init__()
         if not isinstance(base, (Experts, FourBitExperts)):
             raise TypeError(f"base must be an Experts, such as MoE(...).experts, not {type(base).__name__}")
+        if base.dispatcher is not None or in_fsdp(base):  # codes are buffers, which tell nothing
+            raise ValueError("the experts are sharded: make the adapters first, and shard both")
         check_sizes(num_adapters=num_adapters)
         if num_adapters > 1 and lora.get("dora"):
             raise ValueError(

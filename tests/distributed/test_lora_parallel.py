@@ -140,6 +140,9 @@ def one_rank(rank: int, folder: str) -> None:
 
 def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
     """Of a model that is made on the meta device, and filled from the sharded checkpoint of another."""
+    frozen = parallelize(nn.Sequential(build(*FROZEN)), mesh)
+    with pytest.raises(ValueError, match="the experts are sharded: make the adapters first"):
+        LoRAExperts(frozen[0].experts, rank=4)
     model = parallelize(nn.Sequential(build(*CASES["nf4"][:2])), mesh)
     save_sharded(path, model)
     export_safetensors(f"{path}.safetensors", model)
