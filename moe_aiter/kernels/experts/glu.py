@@ -239,7 +239,7 @@ def glu(z: Tensor, activation: str, interleaved: bool = False) -> Tensor:
     the others up; with `interleaved`, gate and up alternate.  silu, gelu, relu and relu2 are plain: `z` is
     (R, I).
     `activations.py` has the formulas.
-    Computed in float32 (float64 for float64); differentiable; any strides.
+    Computed in float32, float64 for float64, and float16 for float16 on a CPU; differentiable; any strides.
 
     Raises ValueError for an unknown activation, an odd number of columns for a gated one, or `interleaved`
     for a plain one; TypeError for a dtype that is not floating.
