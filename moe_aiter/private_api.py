@@ -240,9 +240,8 @@ def forget_fsdp(unit: nn.Module, module: nn.Module, name: str) -> None:
     for group in fsdp_groups(state):
         found = [(p, p._module_info) for p in group.fsdp_params]
         forget(group, [p for p, at in found if at.module is module and at.param_name == name])
-    keep_groups(
-        state, [group for group in fsdp_groups(state) if group.fsdp_params]
-    )  # it gathers no empty one
+    kept = [group for group in fsdp_groups(state) if group.fsdp_params]  # FSDP2 cannot gather an empty one
+    keep_groups(state, kept)
 
 
 def forget(group: Any, params: list[Any]) -> None:
