@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py --ep 2
 
 The experts of each layer are shared among `--ep` ranks (expert parallelism), and FSDP2 shards all parameters.
+docs/tutorial_expert_parallel.md explains each step, and several hosts.
 The checkpoint is in OUT/STEPS; `--resume STEP` continues from OUT/STEP, also on another number of ranks.
 """
 
