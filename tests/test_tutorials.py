@@ -1,11 +1,9 @@
 """Each tutorial runs as a reader follows it: its Python blocks are one program."""
 
 import contextlib
-import os
 import pathlib
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("tutorial_*.md"))}
 PARALLEL = "tutorial_expert_parallel"
-PATIENCE = 180  # seconds, then all hosts are killed
+PATIENCE = 180  # seconds, then all hosts are ended
 
 
 def blocks(name, language):
@@ -36,11 +34,13 @@ def test_every_block_is_run():
     assert {*languages} == {"python", "bash"}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", sorted({*PAGES} - {PARALLEL}))
-def test_tutorial(name, tmp_path):
+def test_tutorial(name, device, tmp_path):
     if "from peft" in PAGES[name]:
         pytest.importorskip("peft", reason="PEFT is not installed")
-    done = forked.run(program(name, tmp_path), cwd=tmp_path)
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    done = forked.run(program(name, tmp_path), cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,24 +50,23 @@ def losses(text):
 
 
 def on_hosts(commands, folder):
-    """Run each command as one of several hosts, and return what they print.  If one hangs, all are killed."""
+    """Run each command as one of several hosts, and return what they print.  If one hangs, all are ended."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = str(free.getsockname()[1])
     env = forked.environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options = {"cwd": folder, "env": env, "text": True, "start_new_session": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     hosts = []
     try:
         for words in commands:
             words = [port if word == "29500" else word for word in words]
             command = [sys.executable, "-m", "torch.distributed.run", *words]
-            hosts.append(subprocess.Popen(command, **options))
+            hosts.append(subprocess.Popen(command, text=True, **options))
         printed = "\n".join(host.communicate(timeout=PATIENCE)[0] for host in hosts)
     finally:
         for host in hosts:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(host.pid, signal.SIGKILL)
-            host.wait()
+            host.terminate()  # torchrun then ends its ranks, which it has put into sessions of their own
+        for host in hosts:
+            host.wait(PATIENCE)
     assert not any(host.returncode for host in hosts), printed
     return printed
 
