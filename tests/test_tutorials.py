@@ -71,6 +71,7 @@ def on_hosts(commands, folder):
     return printed
 
 
+@pytest.mark.ranks
 def test_tutorial_expert_parallel(tmp_path):
     """Two ranks save; four ranks, one rank and two hosts load, with the same loss."""
     script = program(PARALLEL, tmp_path)
