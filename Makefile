@@ -150,17 +150,17 @@ build/docs/.installed: pyproject.toml
 	build/docs/bin/python -m pip install -q $$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
-# a wheel for this platform and an sdist in dist/, checked; then the wheel alone in a new environment, where no compiler is found,
-# runs the README's Python block
+# an sdist in dist/ and, from it, a wheel for this platform, both checked; then the wheel alone in a new environment, where no
+# compiler is found, runs the README's Python block
 BARE = build/bare/bin/python
 dist: export PYTHONPATH =
-dist: $(READY)
+dist:
 	rm -rf dist build/dist build/bare
 	$(PYTHON) -m venv build/dist && build/dist/bin/python -m pip install -q build twine
 	build/dist/bin/python -m build -q
 	build/dist/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/bare
-	$(BARE) -m pip install $(TORCH_INDEX) -c constraints.txt torch
+	$(BARE) -m pip install --no-deps $(TORCH_INDEX) -c constraints.txt torch  # that index lacks versions of other packages
 	CC=false CXX=false $(BARE) -m pip install -q -c constraints.txt dist/*.whl
 	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' > build/readme.py
 	cd build && time bare/bin/python readme.py
