@@ -4,6 +4,7 @@ import pathlib
 import re
 import runpy
 
+import forked
 import pytest
 import setuptools
 
@@ -34,9 +35,29 @@ def test_links_from_an_address(setup):
     setup["description"].__globals__["REPOSITORY"] = address = "https://example.org/moe_aiter"
     text = setup["description"]()
     assert f"[CONTRIBUTING]({address}/blob/main/CONTRIBUTING.md)" in text
-    assert f"({address}/raw/main/docs/memory.png)" in text and f"[![tests]({address}/actions/" in text
-    assert not re.search(RELATIVE_LINK, text)
+    images = re.findall(r"!\[[^]]*\]\((?!https?:)([^)]*)", (ROOT / "README.md").read_text())
+    assert images and all(f"({address}/raw/main/{image})" in text for image in images)
+    assert f"[![tests]({address}/actions/" in text and not re.search(RELATIVE_LINK, text)
     assert all(url.startswith(address) for url in setup["urls"]().values())
+
+
+def test_the_readme_trains_a_layer(tmp_path):
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    (tmp_path / "block.py").write_text(block)
+    done = forked.run(tmp_path / "block.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+), balance", done.stdout, re.M)]
+    assert len(losses) > 2 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 10
+
+
+def test_the_readme_has_the_versions_that_tests_run_on():
+    readme, workflow = ((ROOT / name).read_text() for name in ("README.md", ".github/workflows/tests.yml"))
+    versions = r'{python: "([\d.]+)", torch: "([\d.]+)\.\*", triton: "([\d.]+)\.\*"'
+    oldest, newest = re.findall(versions, workflow)
+    for name, first, last in zip(("Python", "PyTorch", "Triton"), oldest, newest, strict=True):
+        assert f"{name} {first} to {last}" in readme
+    pins = dict(re.findall(r'^    "(torch|triton)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
+    assert f"PyTorch {pins['torch']} to" in readme and f"Triton {pins['triton']} to" in readme
 
 
 def test_documents_name_every_extra_of_users():
