@@ -165,7 +165,7 @@ dist:
 	sed -n '/^```python/,/^```$$/p' README.md | grep -v '^```' > build/readme.py
 	cd build && time bare/bin/python readme.py
 
-# the package in the form of Hugging Face's kernel hub: CONTRIBUTING.md says how to publish it
+# the package in the form of Hugging Face's kernel hub: docs/releases.md says how to publish it
 hub:
 	$(PYTHON) hub.py build/hub
 
