@@ -95,6 +95,15 @@ def test_only_a_tag_is_published_and_only_after_all_builds():
     assert [step["if"] for step in checks] == ["github.ref_type == 'tag'"]
 
 
+def test_the_wheels_are_for_the_pythons_that_releases_md_names():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pythons = [f"3.{minor}" for minor in re.findall(r"cp3(\d+)-", settings["tool"]["cibuildwheel"]["build"])]
+    assert settings["project"]["requires-python"] == f">={pythons[0]}"
+    text = (ROOT / "docs" / "releases.md").read_text()
+    assert f"CPython {pythons[0]} to {pythons[-1]}" in text
+
+
 def test_what_a_source_distribution_holds(tmp_path):
     """Of a checkout in which people have worked: no build, no site, no caches, no half of the tests."""
     pytest.importorskip("pybind11", reason="pybind11 is not installed")
