@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from ..op import IMPLS, ORDER, runs
 from ..routing.plan import make_plan
 from .command import Asked, Command, Contest, Error, Judge, errors_of
 from .measure import (
+    MIB,
     PASSES,
     WHERE,
     Contender,
@@ -94,6 +95,7 @@ COMMAND = Command(
     f"{'host':>6} {'roofline %':>11} {'held':>8} {'peak MiB':>9} {'error':>9}",
     added=ADDED,
     demands=all,
+    summed_up=lambda found: answers(found),
 )
 
 
@@ -135,6 +137,52 @@ def by_loop(p: Problem) -> Judge:
 def shares(row: dict, floor: dict[str, float]) -> dict:
     """Return the floor of each pass in percent of its time."""
     return {f"{name}_roofline": 100 * ms / sustained(row, f"{name}_") for name, ms in floor.items()}
+
+
+# what the last line of a shape compares: ours and a baseline, of the first pair that was measured
+RIVALS = (
+    ("layer: moe_aiter MoE", "layer: Hugging Face Qwen3-MoE, grouped_mm"),
+    ("layer: moe_aiter MoE", "layer: Hugging Face Qwen3-MoE, eager"),
+    ("moe_aiter experts", "torch grouped_mm"),
+    ("moe_aiter experts", "for-loop over experts"),
+)
+
+
+def answers(
+    found: list[tuple[Asked, list[dict]]], subject: str = "shape", rivals: Sequence[tuple[str, str]] = RIVALS
+) -> Iterable[str]:
+    """Yield a line for each contest: how many times as fast our step is as a baseline's, and both peaks."""
+    for asked, rows in found:
+        yield f"{asked.cells[subject]}: {answer(rows, rivals)}"
+
+
+def answer(rows: list[dict], rivals: Sequence[tuple[str, str]]) -> str:
+    """Compare the first pair that was measured; name what is missing of the first pair."""
+    measured = {row["contender"]: row for row in rows if "step_ms" in row}
+    for name in tuple(measured):  # the first of our experts has the backend that a user gets
+        if name.startswith("moe_aiter experts, "):
+            measured.setdefault("moe_aiter experts", measured[name])
+    pairs = [[measured.get(name) for name in pair] for pair in rivals]
+    missing = [name for name, row in zip(rivals[0], pairs[0], strict=True) if not row]
+    note = f"{' and '.join(map(repr, missing))} not measured (left out, not installed or refused)"
+    pair = next((pair for pair in pairs if all(pair)), None)
+    return (compared(*pair) + f"; {note}" * bool(missing)) if pair else f"no comparison: {note}"
+
+
+def compared(ours: dict, theirs: dict) -> str:
+    ms = [sustained(row, "step_") for row in (ours, theirs)]
+    name = theirs["contender"].removeprefix("layer: ")
+    text = f"{ms[1] / ms[0]:.1f} times as fast as {name} ({short(ms[0])} instead of {short(ms[1])} ms a step)"
+    if not all("peak_mib" in row for row in (ours, theirs)):
+        return text
+    peaks = [row["peak_mib"] * MIB / 1e9 for row in (ours, theirs)]
+    scale, unit = (1, "GB") if max(peaks) >= 0.1 else (1000, "MB")
+    return f"{text}, peak memory {short(scale * peaks[0])} instead of {short(scale * peaks[1])} {unit}"
+
+
+def short(value: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def shape_cells(name: str, shape: Shape) -> dict:

@@ -110,6 +110,14 @@ def asked_models(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
         yield Asked(f"{model.name}: T, H, I, E, k = {model.shape}", model.cells, make)
 
 
+# as layer.RIVALS
+RIVALS = (
+    ("moe_aiter experts", "Hugging Face experts, grouped_mm"),
+    ("moe_aiter experts", "torch grouped_mm"),
+    ("moe_aiter experts", "torch grouped_mm, compiled"),
+)
+
+
 def freeze(compiles: bool) -> None:
     """Exempt what contenders import from garbage collection, which each measurement of memory runs."""
     with contextlib.suppress(ImportError):
@@ -134,6 +142,7 @@ COMMAND = Command(
     demands=any,
     reps={"cuda": 5, "cpu": 3},
     goes_on=True,
+    summed_up=lambda found: layer.answers(found, "model", RIVALS),
 )
 
 

@@ -313,3 +313,45 @@ def test_lists_of_names(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command.split(), "--list"])
     assert capsys.readouterr().out
+
+
+def measured(contender, step_ms, **cells):
+    return {"contender": contender, "step_ms": step_ms, "peak_mib": 1000 * step_ms} | cells
+
+
+OURS, THEIRS = layer.RIVALS[0]
+
+
+def test_the_last_line_compares_ours_with_hugging_face():
+    graph = measured(f"{OURS}, CUDA graph", 1)
+    rows = [graph, measured(OURS, 2.0, step_host_ms=2.5), measured(THEIRS, 5, step_host_ms=3)]
+    assert layer.answer(rows, layer.RIVALS) == (
+        "2.0 times as fast as Hugging Face Qwen3-MoE, grouped_mm (2.5 instead of 5 ms a step), "
+        "peak memory 2.1 instead of 5.2 GB"
+    )
+    rows[2] |= {"peak_mib": 20}
+    rows[1] |= {"peak_mib": 10}
+    assert layer.answer(rows, layer.RIVALS).endswith("peak memory 10 instead of 21 MB")
+    del rows[2]["peak_mib"]
+    assert layer.answer(rows, layer.RIVALS).endswith("(2.5 instead of 5 ms a step)")
+
+
+def test_the_last_line_names_what_was_not_measured():
+    refused = {"contender": THEIRS, "refused": True}
+    left_out = f"{THEIRS!r} not measured (left out, not installed or refused)"
+    assert layer.answer([measured(OURS, 2), refused], layer.RIVALS) == f"no comparison: {left_out}"
+    experts = [measured(f"moe_aiter experts, {backend}", ms) for backend, ms in (("host", 4), ("torch", 2))]
+    line = layer.answer([measured(OURS, 2), *experts, measured("for-loop over experts", 8)], layer.RIVALS)
+    assert line.startswith("2.0 times as fast as for-loop over experts (4 instead of 8 ms")
+    assert line.endswith(f"; {left_out}")
+
+
+@pytest.mark.parametrize("only", [(), ("--only", "loop", "experts, host", "torch")])
+def test_the_command_ends_with_a_line_for_each_shape(only, capsys):
+    flags = "--device", "cpu", "--reps", 1, "--dtype", "float32"
+    assert run("layer", *flags, "--shape", "toy", "64,8,8,2,1", *only) == 0
+    *_, first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("toy: ") and last.startswith("64,8,8,2,1: ")
+    assert all(
+        re.search(r"\d times as fast as .* ms a step\), peak memory .* [MG]B", line) for line in (first, last)
+    )
