@@ -6,7 +6,7 @@ import re
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ("*.md", "docs/*.md", "docs/*.css", "docs/reference/*.md", "benchmarks/*.md")
+PAGES = "*.md", "docs/*.md", "docs/*.css", "docs/reference/*.md", "benchmarks/*.md", "benchmarks/figures/*.md"
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 

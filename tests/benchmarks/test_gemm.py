@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import dense, gemm, products, report
+from benchmarks import dense, gemm, pages, products
 from benchmarks.__main__ import main
 from benchmarks.products import Compared, Comparison
 from moe_aiter.bench.command import Asked
@@ -155,7 +155,7 @@ def test_toys_are_accurate_and_their_goals_name_contenders(case):
 def test_the_report_has_a_row_for_each_case(tmp_path):
     where = {"device": "Abacus", "torch": "2", "triton": "3", "date": "2026-01-01", "dtype": "bfloat16"}
     where |= {"family": "dense", "case": "gelu", "shape": "8x8x8"}
-    path = tmp_path / report.FAMILIES
+    path = tmp_path / pages.FAMILIES
     cells = [
         ("old", "torch, unfused", {"ms": "9", "ratio": "9", "goal": "1.15"}),
         ("old", "peer", {"ms": "9", "ratio": "9"}),
@@ -165,10 +165,10 @@ def test_the_report_has_a_row_for_each_case(tmp_path):
     ]
     rows = [where | {"commit": commit, "contender": name} | more for commit, name, more in cells]
     append(path, rows, gemm.COMMAND.fields)
-    text = report.products(tmp_path)
-    assert "**Abacus**, dense, bfloat16 (torch 2, Triton 3" in text
-    beside = "torch 1.20; torch, unfused 1.10 | torch, unfused 1.15: missed"
-    assert f"| gelu (8x8x8) | 0.5 | 612 | – | {beside} |" in text
+    text = pages.product_pages(tmp_path)["products.md"]
+    assert "## Dense, bfloat16\n\n**Abacus** (torch 2, Triton 3" in text
+    beside = "torch 1.20<br>torch, unfused 1.10 (goal 1.15: missed)"
+    assert f"| gelu<br>(8x8x8) | 0.5 | 612 | {beside} |" in text
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
-"""FIGURES has the tables of the products whose CSV is there."""
+"""The pages of figures have the tables of the products whose CSV is there."""
 
-from benchmarks import gmm, muon, report, segment
+from benchmarks import gmm, lora, muon, pages, segment
 from moe_aiter.bench.measure import append
 
 WHERE = {"device": "Abacus", "torch": "2", "triton": "3", "dtype": "bfloat16", "date": "2026-01-01"}
@@ -21,7 +21,7 @@ def test_a_table_for_each_op_and_the_last_row_of_each_contender(tmp_path):
         row(gmm.COMMAND.fields, op="ptgmm", contender="torch", tflops="8", **a),
     ]
     append(tmp_path / "gmm.csv", rows, gmm.COMMAND.fields)
-    text = report.products(tmp_path)
+    text = pages.product_pages(tmp_path)["grouped.md"]
     assert "## Grouped products" in text and "## Segments" not in text
     assert "**Abacus**, bfloat16, gmm, plain (torch 2, Triton 3, commit new, old, 2026-01-01)" in text
     assert "| TFLOP/s, of shape (m, k, n, g) | moe_aiter gmm | torch |" in text
@@ -34,7 +34,7 @@ def test_tiles_are_no_contenders_of_their_own(tmp_path):
     cells = {"case": "dense", "segments": "2", "contender": "moe_aiter", "us": "50", "host_us": "20"}
     rows = [row(fields, **cells), row(fields, **cells | {"us": "40"}, tile="16x64x128")]
     append(tmp_path / "segment.csv", rows, fields)
-    assert "| dense (2) | 50 / 20 |" in report.products(tmp_path)
+    assert "| dense (2) | 50 / 20 |" in pages.product_pages(tmp_path)["grouped.md"]
 
 
 def test_steps_of_muon(tmp_path):
@@ -44,6 +44,24 @@ def test_steps_of_muon(tmp_path):
         row(muon.COMMAND.fields, contender=muon.OURS, matmul_percent="68.2", **cells),
     ]
     append(tmp_path / "muon.csv", rows, muon.COMMAND.fields)
-    text = report.products(tmp_path)
+    text = pages.product_pages(tmp_path)["muon.md"]
     assert f"(hidden, intermediate, experts) | {muon.OURS} | {muon.LOOP} |" in text
     assert "| C (6, 5, 4) | 25 / 68 | 75 |" in text
+
+
+def test_contenders_stand_in_rows_where_there_are_many(tmp_path):
+    cells = {
+        "shape": "C",
+        "tokens": "8",
+        "experts": "4",
+        "inference_ms": "1",
+        "forward_ms": "2",
+        "step_ms": "30",
+    }
+    rows = [
+        row(lora.COMMAND.fields, contender=name, **cells) for name in ("PEFT, eager", "moe_aiter LoRAExperts")
+    ]
+    append(tmp_path / "lora.csv", rows, lora.COMMAND.fields)
+    text = pages.product_pages(tmp_path)["adapters.md"]
+    assert "| C (8, 4) |\n" in text
+    assert "| moe_aiter LoRAExperts | 1 / 2 / 30 |\n| PEFT, eager | 1 / 2 / 30 |\n" in text

@@ -10,7 +10,7 @@ from check import few
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from benchmarks import report, whole_model
+from benchmarks import pages, report, speed, whole_model
 from benchmarks.__main__ import main
 from moe_aiter.bench.measure import append
 from moe_aiter.integrations.transformers import check
@@ -136,7 +136,7 @@ def figures(contender, **cells):
 
 
 def test_the_report_has_a_table_and_the_readme_the_last_run(tmp_path):
-    path = tmp_path / report.WHOLE
+    path = tmp_path / speed.WHOLE
     append(
         path,
         [
@@ -153,35 +153,27 @@ def test_the_report_has_a_table_and_the_readme_the_last_run(tmp_path):
         ],
         whole_model.FIELDS,
     )
-    text = report.products(tmp_path)
+    text = pages.product_pages(tmp_path)["whole_models.md"]
     assert "## Whole models" in text
     where = "layers 4, tokens 8192, full (torch 2, Triton 3, transformers 5, commit new, 2026-01-01)"
     assert f"**Abacus**, bfloat16, {where}" in text
     assert "| 122912 / 30 | 88500 / 41 | OutOfMemoryError: CUDA out of memory |" in text
     assert "| 7 / 30 | 6 / 30 |" in text
-    table = report.whole_models(path)
+    table = speed.whole_table(path)
     assert "4 layers" in table and "one Abacus, bfloat16 (torch 2, " in table and "commit new" in table
     assert [line for line in table.splitlines() if line.startswith("|")][2:] == [
-        "| OLMoE-1B-7B | 122912 / 30 | 88500 / 41 | 1.39 |"
+        "| OLMoE-1B-7B | 122912 | 88500 | 1.39 | 30 | 41 |"
     ]
 
 
-def test_the_report_fills_the_marks_of_the_readme(tmp_path, capsys):
-    begin, end = report.WHOLE_MARKS
+def test_the_readme_has_the_whole_models(tmp_path, capsys):
     document = tmp_path / "README.md"
-    document.write_text(f"{begin}\nold\n{end}\n{report.BEGIN}\n{report.END}\n")
+    document.write_text(f"{report.BEGIN}\n{report.END}\n")
     layer = (ROOT / "benchmarks" / "results" / "layer.csv").read_text()
     (tmp_path / "layer.csv").write_text(layer)
     argv = ["report", "--csv", str(tmp_path / "layer.csv"), "--readme", str(document)]
-    assert main(argv) == 0 and document.read_text().startswith(f"{begin}\n{end}\n{report.BEGIN}\n**")
-    append(tmp_path / report.WHOLE, [figures("moe_aiter"), figures("grouped_mm")], whole_model.FIELDS)
-    assert main(argv) == 0
-    assert document.read_text().startswith(f"{begin}\n{report.whole_models(tmp_path / report.WHOLE)}{end}\n")
-    append(tmp_path / report.WHOLE, [figures("moe_aiter", tokens_per_s="many")], whole_model.FIELDS)
+    assert main(argv) == 0 and "|" not in document.read_text()
+    append(tmp_path / speed.WHOLE, [figures("moe_aiter"), figures("grouped_mm")], whole_model.FIELDS)
+    assert main(argv) == 0 and speed.whole_table(tmp_path / speed.WHOLE) in document.read_text()
+    append(tmp_path / speed.WHOLE, [figures("moe_aiter", tokens_per_s="many")], whole_model.FIELDS)
     assert main(argv) == 2 and "whole_model.csv is damaged: ValueError" in capsys.readouterr().err
-
-
-def test_the_readme_has_the_table_of_the_csv():
-    text = (ROOT / "README.md").read_text()
-    table = report.whole_models(ROOT / "benchmarks" / "results" / report.WHOLE)
-    assert report.replaced(text, table, *report.WHOLE_MARKS) == text, "run `python -m benchmarks report`"

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig
 
-from benchmarks.report import markdown, newest, replaced
+from benchmarks.tables import markdown, newest, replaced
 from moe_aiter.bench.measure import PEER_ERRORS, WHERE, append, check_columns, provenance
 from moe_aiter.files import opened
 from moe_aiter.integrations.transformers import NAME, check, register, unregister

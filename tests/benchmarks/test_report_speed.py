@@ -1,0 +1,105 @@
+"""docs/speed.md: which runs its table and its sentences take."""
+
+from benchmarks import speed, tables
+from benchmarks.speed import FP8, GRAPH, HF_LAYER, LAYER
+from moe_aiter.bench import layer
+from moe_aiter.bench.problem import SHAPES
+
+TORCH = "torch grouped_mm, compiled"
+
+
+def rows(shape, device="NVIDIA H100 80GB", commit="one", **steps):
+    """One run of `bench layer`, from (contender, GPU's ms of a step, host's ms)."""
+    names = {
+        "ours": LAYER,
+        "graph": GRAPH,
+        "hf": HF_LAYER,
+        "torch": TORCH,
+        "fp8": FP8,
+        "sonic": "layer: SonicMoE 1",
+    }
+    sizes = {size: str(n) for size, n in layer.shape_cells(shape, SHAPES[shape]).items()}
+    where = {"device": device, "commit": commit, "date": "2026-11-27", "torch": "2", "triton": "3"}
+    for name, (gpu, host) in steps.items():
+        row = (
+            dict.fromkeys(layer.COMMAND.fields, "")
+            | where
+            | sizes
+            | {"dtype": "bfloat16", "contender": names[name]}
+        )
+        yield row | {
+            "step_ms": str(gpu),
+            "step_host_ms": str(host),
+            "peak_mib": "" if name == "graph" else 1000 * gpu,
+        }
+
+
+def table(rows, whole=()):
+    lines = speed.speed_table(speed.gains_of_layers(rows), [list(whole)]).splitlines()
+    return [line for line in lines[2:] if line.startswith("|")], lines[-1]
+
+
+def test_a_row_is_of_one_run():
+    old = rows("C", ours=(9, 1), hf=(30, 2), torch=(4, 1))
+    (line,), note = table([*old, *rows("C", commit="two", ours=(2, 1), torch=(1, 1))])
+    assert line == "| Qwen3-30B-A3B | H100 | layer, 32768 | 9 | 30 | 4 compiled | 3.3 | 9.4 / 31.5 | – |"
+    assert "commit one, 2026-11-27." in note
+
+
+def test_the_longer_time_counts_and_the_gpu_s_is_in_brackets():
+    (line,), _ = table(list(rows("E", ours=(1, 2), hf=(3, 5), torch=(1, 4))))
+    assert "| 2 (1) | 5 (3) | 4 (1) compiled | 2.5 |" in line
+
+
+def test_without_hugging_face_there_is_a_dash_and_a_sentence():
+    lines, note = table(list(rows("D", graph=(8, 1), sonic=(9, 1))))
+    assert lines == ["| Mixtral 8x7B | H100 | layer, graph, 16384 | 8 | – | 9 SonicMoE | – | – / – | – |"]
+    assert "SonicMoE 1 ran on torch 2 with QuACK 0.4.1. On an H100, Hugging Face's code has not been" in note
+    lines, _ = table([*rows("D", ours=(8, 1)), *rows("D", commit="two", graph=(8, 1), sonic=(9, 1))])
+    assert [line.split(" | ")[2] for line in lines] == ["layer, 16384", "layer, graph, 16384"]
+
+
+def test_other_shapes_and_routings_are_no_models():
+    skewed = [row | {"routing": "zipf"} for row in rows("C", ours=(1, 1), hf=(2, 1))]
+    assert not speed.gains_of_layers([*rows("A", ours=(1, 1), hf=(2, 1)), *skewed])
+
+
+def test_a_whole_model_stands_in_the_row_of_its_experts():
+    (gain,) = speed.gains_of_layers(list(rows("C", ours=(1, 1), hf=(2, 1))))
+    whole = [{"model": "Qwen3-30B-A3B", "device": gain.device, "tokens_per_s": n} for n in ("50", "40")]
+    experts = speed.Gain(gain.model, "experts", gain.ours, gain.theirs, None)
+    assert "| 50 / 40 |" in speed.speed_table([experts], [[whole]])
+    assert "50 / 40" not in speed.speed_table([gain], [[whole]])
+
+
+def test_what_is_slower():
+    few = rows("A", ours=(1, 5), torch=(2, 3), graph=(1, 0.5))
+    fp8 = [*rows("B", ours=(2, 1), fp8=(3, 1)), *rows("C", ours=(9, 1), fp8=(6, 1))]
+    text = speed.slower([*few, *fp8], [])
+    assert (
+        f"takes 5 ms (the GPU 1 ms) with ours and 3 ms (the GPU 2 ms) with {TORCH}. "
+        "In a CUDA graph, ours takes 1 ms." in text
+    )
+    assert "A step takes 3 ms instead of 2 ms with T, H, I, E, k = 24576, 1536, 256, 128, 8." in text
+    assert "faster for 1 of 2 shapes, up to 1.50 times; their experts are at least 768 wide" in text
+    assert "CPU." not in text
+    assert not speed.slower(list(rows("A", ours=(1, 1), torch=(2, 3), graph=(1, 1), fp8=(1, 1))), [])
+    cpu = rows("cpu", device="Abacus, 2 threads", ours=(10, 1), hf=(30, 1))
+    assert "On Abacus, 2 threads, a step takes 10 ms with ours and 30 ms with" in speed.slower(list(cpu), [])
+
+
+def test_the_answer_is_the_line_of_the_command():
+    found = speed.example(speed.gains_of_layers(list(rows("C", ours=(2, 3), hf=(9, 1)))))
+    line = "C: 3.0 times as fast as Hugging Face Qwen3-MoE, grouped_mm (3 instead of 9 ms a step)"
+    assert f"\n    {line}, peak memory 2.1 instead of 9.4 GB\n" in found
+    assert speed.example([]) == ""
+
+
+def test_a_wide_table_becomes_several():
+    text = tables.narrow(
+        [["name", "a", "b", "none"], ["x", 40 * "a", 40 * "b", "–"], ["y", "–", "1", "–"]], 60
+    )
+    assert text == (
+        f"| name | a |\n| --- | --- |\n| x | {40 * 'a'} |\n\n"
+        f"| name | b |\n| --- | --- |\n| x | {40 * 'b'} |\n| y | 1 |\n"
+    )
