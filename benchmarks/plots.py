@@ -148,7 +148,7 @@ def themed(svg: str, name: str) -> str:
     """Return a drawing of matplotlib for use on any page; `name` tells its ids from those of others."""
     svg = svg[svg.index("<svg") :]
     root, rest = re.match(r"<svg.*?>", svg, re.S)[0], svg.partition(">")[2]
-    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root).replace("<svg", f'<svg id="{name}" role="img"', 1)
+    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root).replace("<svg", f'<svg id="{name}"', 1)
     rest = re.sub(r'\bid="', f'id="{name}-', rest)
     rest = re.sub(r'(url\(|href=")#', rf"\1#{name}-", rest)
     rest = rest.replace(">*{", f">#{name} *{{").replace(INK, "currentColor")

@@ -168,20 +168,26 @@ def speed_table(gains: list[Gain], whole: list[list[tuple[dict, dict]]]) -> str:
         row += [milliseconds(g.theirs), other(g.other), f"{g.times:.1f}" if g.theirs else "–"]
         row.append(f"{gigabytes(g.ours)} / {gigabytes(g.theirs)}")
         table.append([*row, speeds.get((plain(g.model), g.device), "–") if g.what == "experts" else "–"])
+    return f"{unmeasured(gains)}{markdown(table)}\n{' '.join(sources(gains))}\n"
+
+
+def unmeasured(gains: list[Gain]) -> str:
+    """A sentence for each device on which Hugging Face's code never ran beside ours."""
+    beside = {short_name(g.device) for g in gains if g.theirs}
+    alone = [name for name in dict.fromkeys(short_name(g.device) for g in gains) if name not in beside]
+    text = (
+        "On an {}, Hugging Face's code has not been measured beside ours: [measure it](#not-in-the-list).\n\n"
+    )
+    return "".join(text.format(name) for name in alone)
+
+
+def sources(gains: list[Gain]) -> list[str]:
+    """Which versions and commits the figures are of."""
     rows = [row for g in gains for row in (g.ours, g.theirs, g.other) if row]
-    notes = [f"Measured with {versions(rows)}."]
-    sonic = {
-        r["contender"].removeprefix("layer: ") + f" ran on torch {r['torch']} with {quack(r)}."
-        for r in rows
-        if "Sonic" in r["contender"]
-    }
-    alone = dict.fromkeys(short_name(g.device) for g in gains)
-    for g in gains:
-        if g.theirs:
-            alone.pop(short_name(g.device), None)
-    notes += sorted(sonic)
-    notes += [f"On an {name}, Hugging Face's code has not been measured beside ours." for name in alone]
-    return f"{markdown(table)}\n{' '.join(notes)}\n"
+    sonic = [row for row in rows if "SonicMoE" in row["contender"]]
+    named = [(r["contender"].removeprefix("layer: "), r["torch"], quack(r)) for r in sonic]
+    texts = [f"{name} ran on torch {torch} with {version}." for name, torch, version in sorted(set(named))]
+    return [f"Measured with {versions(rows)}.", *texts]
 
 
 def plain(model: str) -> str:
