@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import plots, report, segment, speed, tables
 from benchmarks.__main__ import main
+from docs import drawings
 from moe_aiter.bench import layer, measure
 from moe_aiter.bench.problem import GROUPS, SHAPES
 
@@ -137,13 +138,30 @@ def test_the_plots_are_those_of_the_csv(tmp_path):
     rows, folder = report.read(ROOT / report.CSV), (ROOT / report.CSV).parent
     gains = speed.gains_of_models(folder / speed.MODELS)
     plots.draw(report.last(rows), gains, tmp_path, folder / "parallel.csv")
-    version = f"Matplotlib v{importlib.metadata.version('matplotlib')},"
     for path in tmp_path.iterdir():
-        there, drawn = (ROOT / "docs" / path.name).read_text(), path.read_text()
-        if version in there:  # another version may place the text elsewhere
-            assert there == drawn, "run `python -m benchmarks report`"
-        assert re.findall(r">([^<>]+)</text>", there) == re.findall(r">([^<>]+)</text>", drawn)
+        same(ROOT / "docs" / path.name, path, "run `python -m benchmarks report`")
     assert {path.name for path in tmp_path.iterdir()} == {"models.svg", "memory.svg", "parallel.svg"}
+
+
+def test_the_drawings_are_those_of_their_code(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawings.main(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"flow.svg", *drawings.LOSSES}
+    for path in tmp_path.iterdir():
+        same(ROOT / "docs" / path.name, path, "run `python -m docs.drawings`")
+
+
+def same(there, drawn, remedy):
+    """The two drawings are; those of another version of matplotlib may place their text elsewhere."""
+    if f"Matplotlib v{importlib.metadata.version('matplotlib')}," in there.read_text():
+        assert there.read_text() == drawn.read_text(), remedy
+    words = [re.findall(r">([^<>]+)</text>", path.read_text()) for path in (there, drawn)]
+    assert words[0] == words[1], remedy
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_a_drawing_suits_any_page(path):
+    svg(path)
 
 
 def test_figures_link_to_what_is_there():
