@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+from moe_aiter.bench.measure import PASSES
 from moe_aiter.bench.models import PRODUCTS
 from moe_aiter.bench.problem import DEFAULT, GROUPS, SHAPES
 
@@ -35,7 +36,7 @@ LAYERS = "layers-{}.md"
 HEAD = """# {}
 
 Written by `python -m benchmarks report` ([how we measure](../README.md), [all pages](README.md)). A dash
-was not measured.{}
+means that nothing was measured.{}
 
 """
 LAYER_NOTE = """
@@ -243,16 +244,9 @@ def by_shape(rows: list[dict]) -> list[list[dict]]:
 
 def shape_table(rows: list[dict]) -> str:
     """All figures of one shape, a row for each contender."""
-    head = [
-        "TFLOP/s: contender",
-        "inference",
-        "forward",
-        "step",
-        "step, GPU ms",
-        "step, host ms",
-        "roofline %",
-    ]
-    table = [[*head, "held MiB", "peak MiB"]]
+    passes = (f"{name} TFLOP/s" for name in PASSES)
+    head = ["contender", *passes, "step, GPU ms", "step, host ms", "roofline %", "held MiB", "peak MiB"]
+    table = [head]
     for r, old in sorted(zip(rows, earlier(rows), strict=True), key=lambda pair: place(pair[0]["contender"])):
         line = [label(r) + MARK * old]
         if r["step_ms"]:
@@ -260,7 +254,7 @@ def shape_table(rows: list[dict]) -> str:
             names = "step_tflops", "step_ms", "step_host_ms", "step_roofline", "held_mib", "peak_mib"
             line += [written(r[name]) if r[name] else "–" for name in names]
         else:
-            line += [f"error {float(r['error']):.2g}" if r["error"] else "–", *["–"] * 7]
+            line += [f"error {float(r['error']):.2g}" if r["error"] else "–", *["–"] * (len(head) - 2)]
         table.append(line)
     return f"### {rows[0]['shape']} ({sizes(rows[0])})\n\n{narrow(table)}"
 

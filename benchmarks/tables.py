@@ -12,7 +12,7 @@ MARK = " \\*"
 EARLIER = "\\* measured in an earlier run. Machines differ by 10 %: compare figures of one run only.\n"
 CEILING = "matmuls of the same FLOPs"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-WIDTH = 100  # characters of a page
+WIDTH = 105  # characters of a page
 QUACK = (  # under SonicMoE, as benchmarks/README.md says; the newest first, with its first date
     ("2026-11-26", "QuACK 0.4.1"),
     ("", "QuACK 3d0ab3e"),

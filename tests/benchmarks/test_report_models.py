@@ -62,6 +62,14 @@ def test_the_map_is_the_first_figure(tmp_path):
     assert (tmp_path / "again" / "docs" / "models.svg").read_text() == drawing
 
 
+def test_each_device_has_a_colour(tmp_path):
+    pytest.importorskip("matplotlib")
+    documents_of([*rows_of("one"), *rows_of("one", device="NVIDIA H7 80GB")], tmp_path)
+    drawing = (tmp_path / "docs" / "models.svg").read_text()
+    assert re.findall(r">(one|Abacus|H7)<", drawing) == ["one", "Abacus", "H7"]
+    assert [colour in drawing for colour in plots.COLOURS[:3]] == [True, True, False]
+
+
 def test_the_page_of_models(tmp_path):
     _, figures = documents_of([*rows_of("one"), *rows_of("two, half", gate="interleaved")], tmp_path)
     assert "## Published models" in figures
