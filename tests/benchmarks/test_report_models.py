@@ -1,4 +1,4 @@
-"""The map of published models: the README's first figure, and tables in FIGURES."""
+"""The map of published models: the chart of the README and docs/speed.md, and the page of models."""
 
 import re
 
