@@ -24,7 +24,8 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calcula
 COMMANDS = {  # name: (module, or object in one, with add_arguments and main; help, arguments of an example)
     "info": (
         "moe_aiter.bench.info",
-        "print versions, devices, backends and settings; with --model the kernels that a model runs",
+        "print versions, devices, backends and settings; with --model the kernels that a model runs, with "
+        "--memory what a layer takes",
         " --model config.json --target sm_90",
     ),
     "train": (
@@ -85,9 +86,9 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
     from .op import BackendError  # here, since --help and --version need no torch
 
     try:
-        if args.command == "info" and args.model is None:
-            if args.target or args.tokens:
-                raise SettingError("--target and --tokens need --model")
+        if args.command == "info" and args.model is None and args.memory is None:
+            if args.target or args.tokens or args.dtype:
+                raise SettingError("--target and --tokens need --model, --dtype needs --memory")
             return info()
         return imported(commands[args.command][0]).main(args)
     except BrokenPipeError:

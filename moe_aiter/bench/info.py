@@ -1,17 +1,24 @@
-"""`moe-aiter info --model`: which kernels compute the products of a model's experts, and why."""
+"""`moe-aiter info --model`: which kernels compute the products of a model's experts, and why.
+
+With `--memory`, what a layer of these sizes takes: `memory.py`.
+"""
 
 import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from .. import tuning
+from ..config import SettingError
 from ..integrations.checkpoints.families import FAMILIES
 from ..integrations.checkpoints.family import ACTIVATIONS, MOST, PLAIN, oai_activation
 from ..integrations.checkpoints.files import CheckpointError, read_json_object
 from ..kernels.base.activations import get_activation, swiglu_limit
 from ..kernels.experts.tiers import products, tier
 from ..kernels.rows.sort import MOST as MOST_ROWS
+from . import memory
 from .measure import count
 from .models import Model, inputs, models, named_models
 from .problem import Shape
@@ -56,13 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", choices=TARGETS, help=text)
     text = f"with --model: number of tokens of a step [{TOKENS}; of a published model as in `bench models`]"
     parser.add_argument("--tokens", type=count, metavar="T", help=text)
+    text = "print the memory of one MoE layer on a GPU, held and peak, by option, for T tokens, hidden size H, "
+    text += "intermediate size I, E experts and k experts for each token, as --memory 32768 2048 768 128 8; "
+    text += "with --model, without sizes: those of the model"
+    parser.add_argument("--memory", type=count, nargs="*", metavar="T H I E k", help=text)
+    text = f"with --memory: dtype of inputs and weights [{memory.DTYPES[0]}]"
+    parser.add_argument("--dtype", choices=memory.DTYPES, help=text)
 
 
 def main(args: argparse.Namespace) -> int:
     try:
-        name, shape = find_model(args.model, args.tokens)
+        name, shape = asked(args)
         if problems := complaints(shape):
             raise CheckpointError(name, problems)
+        if args.memory is not None:
+            dtype = getattr(torch, args.dtype or memory.DTYPES[0])
+            print("\n".join(memory.report_lines(name, shape, dtype)))
+            return 0
         print("\n".join(report_lines(name, shape, args.target or HOPPER)))
         if not args.target:
             print(
@@ -72,6 +89,21 @@ def main(args: argparse.Namespace) -> int:
         print(f"moe-aiter info: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def asked(args: argparse.Namespace) -> tuple[str, Shape]:
+    """Return the name and the experts that the options ask for."""
+    if args.memory is None and args.dtype:
+        raise SettingError("--dtype needs --memory")
+    if args.memory is not None and args.target:
+        raise SettingError("--memory is the same for every --target: leave one of them out")
+    if args.model is not None:
+        if args.memory:
+            raise SettingError("--memory takes its sizes from --model: leave the sizes or --model out")
+        return find_model(args.model, args.tokens)
+    if args.tokens or len(args.memory) != 5:
+        raise SettingError("--memory takes 5 sizes, T H I E k: tokens, hidden, intermediate, experts, top-k")
+    return "MoE", Shape(*args.memory)
 
 
 def find_model(model: str, tokens: int | None) -> tuple[str, Shape]:

@@ -1,0 +1,140 @@
+"""`moe-aiter info --memory`: the memory of one MoE layer in a training step on a GPU, by option.
+
+The sizes of the parts are those of docs/memory.md.  How many rows of y and dx are there at a time is asked of
+the rule that the layer itself uses, `kernels/experts/inputs.py`.
+"""
+
+import torch
+
+from ..kernels.base.fp8 import ROW_BLOCK
+from ..kernels.base.tile import column_slices
+from ..kernels.experts.fp8 import ALL, BLOCK
+from ..kernels.experts.inputs import MOST, row_bytes, row_bytes_fp8, slice_bytes
+from ..kernels.experts.tiers import meta_experts
+from ..kernels.hopper import DTYPES as DTYPES_8_BIT
+from ..kernels.hopper import PROMOTED_K
+from ..kernels.quantize.blocks import most_row_blocks
+from .problem import Shape
+
+MIB = 2**20
+DTYPES = "bfloat16", "float16", "float32"
+SCALE = 4  # bytes of a float32
+ROUTING = 20  # bytes for each choice of a token: its weight 4, id 8, order 4, rank 4
+RECIPES = "e4m3", "e4m3" + ALL, BLOCK  # with e5m2 for gradients they take the same
+OPTIONS = {}, {"recompute": "z"}, {"row_chunks": 2}, {"row_chunks": 4}
+NOTE = """\
+held: between forward and backward, for each layer.  forward, backward: the most in that pass of one layer, with
+its output and, in backward, the gradients of x and of all weights; without the weights and x"""
+
+
+def report_lines(name: str, shape: Shape, dtype: torch.dtype) -> list[str]:
+    """Return a head, the memory of weights and their optimizer, and a row for each option, in MiB."""
+    head = f"{name}, {dtype_name(dtype)}, MiB: T, H, I, E, k = {shape}; {shape.activation}"
+    default = Step(shape, dtype)
+    weights = default.gate_up + default.down + shape.num_experts * shape.hidden * dtype.itemsize
+    fixed = {"weights": weights, "gradients": weights, "AdamW's two states": 2 * weights}
+    table = [("one layer on a GPU", "held", "forward", "backward")]
+    for options in (*OPTIONS, *({"fp8": recipe} for recipe in RECIPES if multiplies_8_bits(shape, dtype))):
+        step = Step(shape, dtype, **options)
+        words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
+        table.append((words, *(f"{n / MIB:.0f}" for n in (step.held(), *step.peaks()))))
+    rows = [f"{words:<20}{'':>2}{n / MIB:>10.0f}" for words, n in fixed.items()]
+    rows += ["", *(f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table), NOTE]
+    return [head, *rows]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether Hopper's 8-bit kernels take the sizes; without them the memory of `fp8` is another."""
+    return dtype in DTYPES_8_BIT and shape.hidden % PROMOTED_K == 0 and shape.intermediate % 64 == 0
+
+
+class Step:
+    """The bytes of the parts of a training step with these options, if every weight and x have gradients."""
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, *, recompute: str = "none", row_chunks: int | None = None,
+        fp8: str | None = None,
+    ) -> None:  # fmt: skip
+        T, H, inner, E, k = shape.sizes
+        self.R, self.H, self.size, self.fp8, self.row_chunks = T * k, H, dtype.itemsize, fp8, row_chunks
+        i = meta_experts(shape.sizes, shape.activation, bias=shape.bias, dtype=dtype)
+        for t in (i.x, i.gate_up, i.down):
+            t.requires_grad_()
+        self.i = i._replace(save_z=recompute == "none")
+        self.x, self.z, self.a = (t * self.size for t in (T * H, self.R * shape.width, self.R * inner))
+        self.saved_z = self.z if self.i.save_z else 0
+        self.gate_up, self.down = i.gate_up.nbytes, i.down.nbytes
+        self.scores, self.routing = T * E * SCALE, self.R * ROUTING + E * SCALE
+        # with 8-bit products: numbers of one byte, with scales
+        by_columns = fp8 is not None and fp8.endswith(ALL)  # also of the rows, for the gradients of weights
+        self.x8, self.a8, self.z8 = T * (H + SCALE), self.rows8(inner), self.rows8(shape.width)
+        self.gate_up8 = i.gate_up.numel() + E * shape.width * SCALE
+        self.down8 = i.down.numel() + E * H * SCALE
+        self.block_rows = most_row_blocks(self.R, E) * ROW_BLOCK if by_columns else 0
+        self.a_columns8, self.z_columns8 = self.block_rows * inner, self.block_rows * shape.width
+        kept_scales = E * (shape.width + inner) * SCALE if fp8 in RECIPES[:2] and self.i.save_z else 0
+        self.kept8 = kept_scales + (self.x8 if by_columns else 0)
+
+    def rows8(self, columns: int) -> int:
+        scales = -(-columns // ROW_BLOCK) if self.fp8 == BLOCK else 1
+        return self.R * (columns + SCALE * scales)
+
+    def held(self) -> int:
+        """Return what is kept between forward and backward: x, z, the routing, and parts of 8 bits."""
+        return self.x + self.saved_z + self.routing + self.kept8
+
+    def peaks(self) -> tuple[int, int]:
+        """Return the most in forward and in backward, without weights and x, with output and gradients."""
+        if self.block_rows:
+            *limits, peak = row_bytes_fp8(self.i, self.row_chunks)
+        else:
+            limits, peak = row_bytes(self.i, self.row_chunks), 0
+        y, dx = map(self.rows, limits)
+        if self.fp8 is None:
+            forward = [self.a + y]
+            backward = [self.z + self.down + self.a, self.z + self.down + self.x + max(dx, self.gate_up)]
+        else:
+            x8 = 0 if self.block_rows else self.x8  # which is kept there
+            forward = [self.a + max(x8 + self.gate_up8, self.a8), self.a8 + self.down8 + y]
+            backward = self.backward_all(dx, peak) if self.block_rows else self.backward_rows(dx)
+        base = self.x + self.routing + self.kept8
+        return base + self.saved_z + self.scores + max(forward), base + max(backward)
+
+    def backward_rows(self, dx: int) -> list[int]:
+        """The stages of backward where the gradients of the weights are not products of 8 bits."""
+        late = self.z + self.down + self.x
+        return [
+            self.z + self.a + self.x8 + max(self.down, self.down8),
+            late + max(self.gate_up, self.z8 + self.gate_up8 + dx),
+        ]
+
+    def backward_all(self, dx: int, peak: int) -> list[int]:
+        """The stages of backward where all products are of 8 bits; `peak` as `row_bytes_fp8` returns it."""
+        room = peak - self.x - self.x8
+        down = self.slice8(room - self.x8 - self.z - self.a_columns8 - self.down)
+        up = self.slice8(room - self.x - self.down - self.z_columns8 - self.gate_up)
+        late = self.down + self.z_columns8
+        return [
+            self.z + self.a + self.x8 + max(self.a_columns8, self.down8),
+            self.z + self.a_columns8 + self.x8 + self.down + down,
+            late + self.z + self.z8,
+            late + self.x + max(self.z8 + self.gate_up8 + dx, self.gate_up + up),
+        ]
+
+    def rows(self, most: int) -> int:
+        """The rows of y or dx that are there at a time, if they may have so many bytes."""
+        return widest(self.H, self.R * self.size, most)
+
+    def slice8(self, room: int) -> int:
+        """The columns of 8 bits that the gradient of a weight transposes at a time."""
+        least = slice_bytes(self.i, MOST) // (self.R * self.size) * self.block_rows
+        return widest(self.H, self.block_rows, max(room, least))
+
+
+def widest(columns: int, column_bytes: int, most: int) -> int:
+    """The bytes of the widest slice that `column_slices` returns."""
+    return max(n.stop - n.start for n in column_slices(columns, column_bytes, most)) * column_bytes
