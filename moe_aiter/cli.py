@@ -88,7 +88,8 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
     try:
         if args.command == "info" and args.model is None and args.memory is None:
             if args.target or args.tokens or args.dtype:
-                raise SettingError("--target and --tokens need --model, --dtype needs --memory")
+                text = "--target needs --model or --memory, --tokens needs --model, --dtype needs --memory"
+                raise SettingError(text)
             return info()
         return imported(commands[args.command][0]).main(args)
     except BrokenPipeError:

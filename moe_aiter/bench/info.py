@@ -59,11 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text += "openai/gpt-oss-20b: print the kernels of its experts instead"
     parser.add_argument("--model", help=text)
     names = "; ".join(f"{target}: {gpus}" for target, gpus in TARGETS.items())
-    text = f"with --model: GPU to print the kernels for, which need not be there ({names}) [{HOPPER}]"
+    text = f"with --model or --memory: GPU to print it for, which need not be there ({names}) [{HOPPER}]"
     parser.add_argument("--target", choices=TARGETS, help=text)
     text = f"with --model: number of tokens of a step [{TOKENS}; of a published model as in `bench models`]"
     parser.add_argument("--tokens", type=count, metavar="T", help=text)
-    text = "print the memory of one MoE layer on a GPU, held and peak, by option, for T tokens, hidden size H, "
+    text = (
+        "print the memory of one MoE layer on a GPU, held and peak, by option, for T tokens, hidden size H, "
+    )
     text += "intermediate size I, E experts and k experts for each token, as --memory 32768 2048 768 128 8; "
     text += "with --model, without sizes: those of the model"
     parser.add_argument("--memory", type=count, nargs="*", metavar="T H I E k", help=text)
@@ -72,15 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    target = args.target or HOPPER
     try:
         name, shape = asked(args)
         if problems := complaints(shape):
             raise CheckpointError(name, problems)
         if args.memory is not None:
             dtype = getattr(torch, args.dtype or memory.DTYPES[0])
-            print("\n".join(memory.report_lines(name, shape, dtype)))
-            return 0
-        print("\n".join(report_lines(name, shape, args.target or HOPPER)))
+            with tuning.tables_of((tiles_table(target),)):
+                lines = memory.report_lines(name, shape, dtype, target, why_portable(target))
+        else:
+            lines = report_lines(name, shape, target)
+        print("\n".join(lines))
         if not args.target:
             print(
                 f"without --target: as on {HOPPER} ({TARGETS[HOPPER]}), whatever GPU is here", file=sys.stderr
@@ -95,8 +100,6 @@ def asked(args: argparse.Namespace) -> tuple[str, Shape]:
     """Return the name and the experts that the options ask for."""
     if args.memory is None and args.dtype:
         raise SettingError("--dtype needs --memory")
-    if args.memory is not None and args.target:
-        raise SettingError("--memory is the same for every --target: leave one of them out")
     if args.model is not None:
         if args.memory:
             raise SettingError("--memory takes its sizes from --model: leave the sizes or --model out")
@@ -230,12 +233,16 @@ def report_lines(name: str, shape: Shape, target: str) -> list[str]:
     words = [shape.activation, *(word for word, holds in flags.items() if holds)]
     table = [("product", "rows", "columns", "sum over", "kernels")]
     with tuning.tables_of((tiles_table(target),)):
-        why_not = "" if target == HOPPER else f"{target} is no Hopper GPU"
+        why_not = why_portable(target)
         for part, product in products(inputs(shape)).items():
             table.append((part, *map(str, product[2:]), str(tier(product, why_not))))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in table]
     return [f"{name} on {target}, bfloat16: T, H, I, E, k = {shape}; {', '.join(words)}", *rows]
+
+
+def why_portable(target: str) -> str:
+    return "" if target == HOPPER else f"{target} is no Hopper GPU"
 
 
 def tiles_table(target: str) -> str:

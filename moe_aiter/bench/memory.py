@@ -10,7 +10,8 @@ from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.base.tile import column_slices
 from ..kernels.experts.fp8 import ALL, BLOCK
 from ..kernels.experts.inputs import MOST, row_bytes, row_bytes_fp8, slice_bytes
-from ..kernels.experts.tiers import meta_experts
+from ..kernels.experts.tiers import PORTABLE, Product, meta_experts, products, tier
+from ..kernels.grouped.tgmm import slices_to_gather
 from ..kernels.hopper import DTYPES as DTYPES_8_BIT
 from ..kernels.hopper import PROMOTED_K
 from ..kernels.quantize.blocks import most_row_blocks
@@ -23,28 +24,29 @@ ROUTING = 20  # bytes for each choice of a token: its weight 4, id 8, order 4, r
 RECIPES = "e4m3", "e4m3" + ALL, BLOCK  # with e5m2 for gradients they take the same
 OPTIONS = {}, {"recompute": "z"}, {"row_chunks": 2}, {"row_chunks": 4}
 NOTE = """\
-held: between forward and backward, for each layer.  forward, backward: the most in that pass of one layer, with
-its output and, in backward, the gradients of x and of all weights; without the weights and x"""
+held: between forward and backward, for each layer.  forward, backward: the most in that pass of one layer,
+with output and gradients, without the weights and x"""
 
 
-def report_lines(name: str, shape: Shape, dtype: torch.dtype) -> list[str]:
-    """Return a head, the memory of weights and their optimizer, and a row for each option, in MiB."""
-    head = f"{name}, {dtype_name(dtype)}, MiB: T, H, I, E, k = {shape}; {shape.activation}"
-    default = Step(shape, dtype)
+def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, portable: str) -> list[str]:
+    """Return a head, the memory of weights and their optimizer, and a row for each option, in MiB.
+
+    `portable` is as for `Step`.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    head = f"{name} on {target}, {dtype_name}, MiB: T, H, I, E, k = {shape}; {shape.activation}"
+    default = Step(shape, dtype, portable=portable)
     weights = default.gate_up + default.down + shape.num_experts * shape.hidden * dtype.itemsize
     fixed = {"weights": weights, "gradients": weights, "AdamW's two states": 2 * weights}
-    table = [("one layer on a GPU", "held", "forward", "backward")]
-    for options in (*OPTIONS, *({"fp8": recipe} for recipe in RECIPES if multiplies_8_bits(shape, dtype))):
-        step = Step(shape, dtype, **options)
+    table = [("one layer", "held", "forward", "backward")]
+    recipes = RECIPES if multiplies_8_bits(shape, dtype) and not portable else ()
+    for options in (*OPTIONS, *({"fp8": recipe} for recipe in recipes)):
+        step = Step(shape, dtype, portable=portable, **options)
         words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
         table.append((words, *(f"{n / MIB:.0f}" for n in (step.held(), *step.peaks()))))
     rows = [f"{words:<20}{'':>2}{n / MIB:>10.0f}" for words, n in fixed.items()]
     rows += ["", *(f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table), NOTE]
     return [head, *rows]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:
@@ -53,11 +55,14 @@ def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:
 
 
 class Step:
-    """The bytes of the parts of a training step with these options, if every weight and x have gradients."""
+    """The bytes of the parts of a training step with these options, if every weight and x have gradients.
+
+    `portable` is a reason why no product runs on Hopper's kernels, as for `tier`.
+    """
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, *, recompute: str = "none", row_chunks: int | None = None,
-        fp8: str | None = None,
+        fp8: str | None = None, portable: str = "",
     ) -> None:  # fmt: skip
         T, H, inner, E, k = shape.sizes
         self.R, self.H, self.size, self.fp8, self.row_chunks = T * k, H, dtype.itemsize, fp8, row_chunks
@@ -76,12 +81,22 @@ class Step:
         self.down8 = i.down.numel() + E * H * SCALE
         self.block_rows = most_row_blocks(self.R, E) * ROW_BLOCK if by_columns else 0
         self.a_columns8, self.z_columns8 = self.block_rows * inner, self.block_rows * shape.width
+        self.down_rows, self.up_rows = self.gathered(products(i), portable)
         kept_scales = E * (shape.width + inner) * SCALE if fp8 in RECIPES[:2] and self.i.save_z else 0
         self.kept8 = kept_scales + (self.x8 if by_columns else 0)
 
     def rows8(self, columns: int) -> int:
         scales = -(-columns // ROW_BLOCK) if self.fp8 == BLOCK else 1
         return self.R * (columns + SCALE * scales)
+
+    def gathered(self, found: dict[str, Product], portable: str) -> tuple[int, ...]:
+        """The rows that portable kernels gather for the gradients of down and gate_up, at a time."""
+        sizes = []
+        for name in ("dW_down", "dW_up"):
+            i, runs = found[name].inputs, tier(found[name], portable)
+            slices = slices_to_gather(i.x, i.y, len(i.group_sizes)) if runs.name == PORTABLE else []
+            sizes.append(max((n.stop - n.start for n in slices), default=0) * self.R * self.size)
+        return tuple(sizes)
 
     def held(self) -> int:
         """Return what is kept between forward and backward: x, z, the routing, and parts of 8 bits."""
@@ -96,7 +111,8 @@ class Step:
         y, dx = map(self.rows, limits)
         if self.fp8 is None:
             forward = [self.a + y]
-            backward = [self.z + self.down + self.a, self.z + self.down + self.x + max(dx, self.gate_up)]
+            early, late = self.z + self.down, self.z + self.down + self.x
+            backward = [early + self.a + self.down_rows, late + max(dx, self.gate_up + self.up_rows)]
         else:
             x8 = 0 if self.block_rows else self.x8  # which is kept there
             forward = [self.a + max(x8 + self.gate_up8, self.a8), self.a8 + self.down8 + y]
@@ -108,8 +124,8 @@ class Step:
         """The stages of backward where the gradients of the weights are not products of 8 bits."""
         late = self.z + self.down + self.x
         return [
-            self.z + self.a + self.x8 + max(self.down, self.down8),
-            late + max(self.gate_up, self.z8 + self.gate_up8 + dx),
+            self.z + self.a + self.x8 + max(self.down + self.down_rows, self.down8),
+            late + max(self.gate_up + self.up_rows, self.z8 + self.gate_up8 + dx),
         ]
 
     def backward_all(self, dx: int, peak: int) -> list[int]:
