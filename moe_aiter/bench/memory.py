@@ -66,7 +66,8 @@ class Step:
     ) -> None:  # fmt: skip
         T, H, inner, E, k = shape.sizes
         self.R, self.H, self.size, self.fp8, self.row_chunks = T * k, H, dtype.itemsize, fp8, row_chunks
-        i = meta_experts(shape.sizes, shape.activation, bias=shape.bias, dtype=dtype)
+        how = {"bias": shape.bias, "interleaved": shape.interleaved, "transposed": shape.transposed}
+        i = meta_experts(shape.sizes, shape.activation, **how, dtype=dtype)
         for t in (i.x, i.gate_up, i.down):
             t.requires_grad_()
         self.i = i._replace(save_z=recompute == "none")

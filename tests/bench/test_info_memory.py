@@ -10,6 +10,7 @@ import torch
 
 from moe_aiter import MoE, cli, expert_mlp, use
 from moe_aiter.bench.memory import MIB, RECIPES, Step
+from moe_aiter.bench.models import models
 from moe_aiter.bench.problem import Shape
 from moe_aiter.config import interpret
 from moe_aiter.routing.plan import make_plan
@@ -42,6 +43,37 @@ def test_figures_are_within_one_percent_of_measured_ones(shape, recipe):
     step = Step(Shape(*(int(row[size]) for size in SIZES)), getattr(torch, row["dtype"]), fp8=recipe)
     assert step.held() / MIB == pytest.approx(float(row["held_mib"]), rel=0.01)
     assert max(step.peaks()) / MIB == pytest.approx(float(row["peak_mib"]), rel=0.01)
+
+
+def newest_models():
+    """By model and tier, the newest row of each model's experts, which get the routing as their input."""
+    found = {}
+    with open(RESULTS.with_name("models.csv"), newline="") as file:
+        for row in csv.DictReader(file):
+            name, _, tier = row["contender"].partition(", ")
+            if name == "moe_aiter experts" and row["peak_mib"] and row["model"] in MODELS:
+                old = found.get((row["model"], tier))
+                if old is None or old["date"] <= row["date"]:
+                    found[row["model"], tier] = row
+    return found
+
+
+MODELS = models()
+MODEL_ROWS = newest_models()
+
+
+@pytest.mark.parametrize("model, tier", MODEL_ROWS, ids=str)
+def test_figures_of_models_are_within_one_percent_of_measured_ones(model, tier):
+    row, portable = MODEL_ROWS[model, tier], "" if tier == "hopper" else "the portable tier was measured"
+    step = Step(MODELS[model].shape, getattr(torch, row["dtype"]), portable=portable)
+    assert step.held() / MIB == pytest.approx(float(row["held_mib"]), rel=0.01)
+    assert max(step.peaks()) / MIB == pytest.approx(float(row["peak_mib"]), rel=0.01)
+
+
+def test_results_have_both_tiers():
+    assert {tier for _, tier in MODEL_ROWS} == {"hopper", "triton"} and len(MODEL_ROWS) > 2 * len(
+        MODELS
+    ) * 0.9
 
 
 def test_results_have_every_recipe():
