@@ -6,14 +6,13 @@ the rule that the layer itself uses, `kernels/experts/inputs.py`.
 
 import torch
 
+from ..kernels import hopper
 from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.base.tile import column_slices
 from ..kernels.experts.fp8 import ALL, BLOCK
 from ..kernels.experts.inputs import MOST, row_bytes, row_bytes_fp8, slice_bytes
 from ..kernels.experts.tiers import PORTABLE, Product, meta_experts, products, tier
 from ..kernels.grouped.tgmm import slices_to_gather
-from ..kernels.hopper import DTYPES as DTYPES_8_BIT
-from ..kernels.hopper import PROMOTED_K
 from ..kernels.quantize.blocks import most_row_blocks
 from .problem import Shape
 
@@ -51,7 +50,8 @@ def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, porta
 
 def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:
     """Whether Hopper's 8-bit kernels take the sizes; without them the memory of `fp8` is another."""
-    return dtype in DTYPES_8_BIT and shape.hidden % PROMOTED_K == 0 and shape.intermediate % 64 == 0
+    sizes = shape.hidden % hopper.PROMOTED_K == 0 and shape.intermediate % 64 == 0
+    return dtype in hopper.DTYPES and sizes
 
 
 class Step:

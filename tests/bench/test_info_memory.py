@@ -151,6 +151,14 @@ def test_table(capsys):
     assert [line.split()[-1] for line in lines[1:4]] == ["1152", "1152", "2305"]
 
 
+def test_the_page_shows_what_the_command_prints(capsys):
+    assert cli.main(ARGUMENTS) == 0
+    lines = capsys.readouterr().out.splitlines()[6:-2]
+    page = (RESULTS.parents[2] / "docs" / "memory.md").read_text()
+    table = page.partition("<!-- memory: begin -->\n")[2].partition("<!-- memory: end -->")[0].splitlines()
+    assert table[2:] == [f"| {' | '.join(line.rsplit(maxsplit=3))} |" for line in lines]
+
+
 def test_portable_kernels_gather_rows(capsys):
     backward = []
     for target in ("sm_90", "sm_80"):
