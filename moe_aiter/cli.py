@@ -87,8 +87,10 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
 
     try:
         if args.command == "info" and args.model is None and args.memory is None:
-            if args.target or args.tokens or args.dtype:
-                text = "--target needs --model or --memory, --tokens needs --model, --dtype needs --memory"
+            if args.target or args.tokens or args.dtype or args.ranks:
+                text = (
+                    "--target needs --model or --memory, --tokens needs --model, --dtype and --ranks --memory"
+                )
                 raise SettingError(text)
             return info()
         return imported(commands[args.command][0]).main(args)

@@ -71,18 +71,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=count, nargs="*", metavar="T H I E k", help=text)
     text = f"with --memory: dtype of inputs and weights [{memory.DTYPES[0]}]"
     parser.add_argument("--dtype", choices=memory.DTYPES, help=text)
+    text = "with --memory: also what each of N ranks has, which share the experts"
+    parser.add_argument("--ranks", type=count, metavar="N", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
     target = args.target or HOPPER
     try:
         name, shape = asked(args)
-        if problems := complaints(shape):
+        if problems := complaints(shape, args.ranks or 1):
             raise CheckpointError(name, problems)
         if args.memory is not None:
             dtype = getattr(torch, args.dtype or memory.DTYPES[0])
             with tuning.tables_of((tiles_table(target),)):
                 lines = memory.report_lines(name, shape, dtype, target, why_portable(target))
+            if args.ranks:
+                lines += memory.lines_of_ranks(shape, dtype, args.ranks)
         else:
             lines = report_lines(name, shape, target)
         print("\n".join(lines))
@@ -98,8 +102,8 @@ def main(args: argparse.Namespace) -> int:
 
 def asked(args: argparse.Namespace) -> tuple[str, Shape]:
     """Return the name and the experts that the options ask for."""
-    if args.memory is None and args.dtype:
-        raise SettingError("--dtype needs --memory")
+    if args.memory is None and (args.dtype or args.ranks):
+        raise SettingError("--dtype and --ranks need --memory")
     if args.model is not None:
         if args.memory:
             raise SettingError("--memory takes its sizes from --model: leave the sizes or --model out")
@@ -206,9 +210,11 @@ def activation_of(family: str, activation: str, config: dict) -> str:
     return known[act]
 
 
-def complaints(shape: Shape) -> list[str]:
-    """What keeps a step from running anywhere."""
+def complaints(shape: Shape, ranks: int = 1) -> list[str]:
+    """What keeps a step from running anywhere, if so many ranks share the experts."""
     found = []
+    if ranks > shape.num_experts:
+        found.append(f"{ranks} ranks cannot share {shape.num_experts} experts")
     if shape.top_k > shape.num_experts:
         found.append(f"a token cannot go to {shape.top_k} of {shape.num_experts} experts")
     if shape.num_tokens * shape.top_k >= MOST_ROWS:

@@ -6,6 +6,8 @@ the rule that the layer itself uses, `kernels/experts/inputs.py`.
 
 import torch
 
+from ..distributed.slots import window_rows
+from ..distributed.transport import region_sizes
 from ..kernels import hopper
 from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.base.tile import column_slices
@@ -20,6 +22,8 @@ MIB = 2**20
 DTYPES = "bfloat16", "float16", "float32"
 SCALE = 4  # bytes of a float32
 ROUTING = 20  # bytes for each choice of a token: its weight 4, id 8, order 4, rank 4
+ROUTING_OF_RANKS = 16  # for each choice of all ranks that share the experts
+ROWS = 2  # the default of `parallelize`
 RECIPES = "e4m3", "e4m3" + ALL, BLOCK  # with e5m2 for gradients they take the same
 OPTIONS = {}, {"recompute": "z"}, {"row_chunks": 2}, {"row_chunks": 4}
 NOTE = """\
@@ -34,18 +38,37 @@ def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, porta
     """
     dtype_name = str(dtype).removeprefix("torch.")
     head = f"{name} on {target}, {dtype_name}, MiB: T, H, I, E, k = {shape}; {shape.activation}"
-    default = Step(shape, dtype, portable=portable)
-    weights = default.gate_up + default.down + shape.num_experts * shape.hidden * dtype.itemsize
-    fixed = {"weights": weights, "gradients": weights, "AdamW's two states": 2 * weights}
     table = [("one layer", "held", "forward", "backward")]
     recipes = RECIPES if multiplies_8_bits(shape, dtype) and not portable else ()
     for options in (*OPTIONS, *({"fp8": recipe} for recipe in recipes)):
         step = Step(shape, dtype, portable=portable, **options)
         words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
         table.append((words, *(f"{n / MIB:.0f}" for n in (step.held(), *step.peaks()))))
-    rows = [f"{words:<20}{'':>2}{n / MIB:>10.0f}" for words, n in fixed.items()]
-    rows += ["", *(f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table), NOTE]
-    return [head, *rows]
+    rows = [f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table]
+    return [head, *figures(of_weights(shape, dtype, shape.num_experts)), "", *rows, NOTE]
+
+
+def lines_of_ranks(shape: Shape, dtype: torch.dtype, ranks: int) -> list[str]:
+    """Return what each of so many ranks has, which share the experts; their peaks are not predicted."""
+    i, size = Step(shape, dtype).i, dtype.itemsize
+    choices = ranks * len(i.order)  # of all ranks' tokens
+    z = window_rows(choices, int(min(ROWS / ranks, 1) * choices)) * shape.width * size
+    found = of_weights(shape, dtype, -(-shape.num_experts // ranks))
+    found["held"] = i.x.numel() * size + z + choices * ROUTING_OF_RANKS
+    found["buffer of all layers"] = sum(region_sizes(ranks, i.x, i.routing_weights, shape.num_experts))
+    head = f"each of {ranks} ranks that share the experts, rows={ROWS}; the buffer, with symmetric memory"
+    return ["", head, *figures(found)]
+
+
+def of_weights(shape: Shape, dtype: torch.dtype, num_experts: int) -> dict[str, int]:
+    """The bytes that belong to the weights of the router and of so many experts."""
+    of_expert = shape.hidden * (shape.width + shape.intermediate)
+    weights = (num_experts * of_expert + shape.num_experts * shape.hidden) * dtype.itemsize
+    return {"weights": weights, "gradients": weights, "AdamW's two states": 2 * weights}
+
+
+def figures(found: dict[str, int]) -> list[str]:
+    return [f"{words:<20}  {n / MIB:>10.0f}" for words, n in found.items()]
 
 
 def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:

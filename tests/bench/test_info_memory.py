@@ -70,6 +70,37 @@ def test_figures_of_models_are_within_one_percent_of_measured_ones(model, tier):
     assert max(step.peaks()) / MIB == pytest.approx(float(row["peak_mib"]), rel=0.01)
 
 
+def newest_ranks():
+    """By ranks and shape, the newest row of experts that all ranks share through symmetric memory."""
+    found = {}
+    with open(RESULTS.with_name("parallel.csv"), newline="") as file:
+        for row in csv.DictReader(file):
+            if row["contender"] == "moe_aiter, symmetric" and row["held_mib"] and row["ep"] == row["ranks"]:
+                old = found.get((row["ranks"], row["shape"]))
+                if old is None or old["date"] <= row["date"]:
+                    found[row["ranks"], row["shape"]] = row
+    return found
+
+
+RANK_ROWS = newest_ranks()
+
+
+@pytest.mark.parametrize("ranks, name", RANK_ROWS, ids=str)
+def test_figures_of_ranks_are_within_one_percent_of_measured_ones(ranks, name, capsys):
+    row = RANK_ROWS[ranks, name]
+    assert cli.main(["info", "--memory", *(row[size] for size in SIZES), "--ranks", ranks]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = dict(line.rsplit(maxsplit=1) for line in lines[lines.index("") + 1 :] if line[-1:].isdigit())
+    assert float(found["held"]) == pytest.approx(float(row["held_mib"]), rel=0.01)
+    assert float(found["buffer of all layers"]) == pytest.approx(float(row["pool_mib"]), rel=0.01)
+    H, inner, E = (int(row[size]) for size in SIZES[1:4])
+    assert float(found["weights"]) == pytest.approx(2 * (3 * E * H * inner / int(ranks) + E * H) / MIB, abs=1)
+
+
+def test_results_have_two_and_four_ranks():
+    assert {ranks for ranks, _ in RANK_ROWS} == {"2", "4"}
+
+
 def test_results_have_both_tiers():
     assert {tier for _, tier in MODEL_ROWS} == {"hopper", "triton"} and len(MODEL_ROWS) > 2 * len(
         MODELS
@@ -197,10 +228,11 @@ FIVE = "--memory takes 5 sizes, T H I E k: tokens, hidden, intermediate, experts
         ("--memory", FIVE),
         ("--memory 1 2 3", FIVE),
         ("--memory 1 2 3 4 4 --tokens 9", FIVE),
+        ("--memory 4 4 4 4 2 --ranks 5", "MoE: 5 ranks cannot share 4 experts"),
         ("--memory 4 4 4 4 5", "MoE: a token cannot go to 5 of 4 experts"),
         ("--memory 2000000000 4 4 8 8", "MoE: 2000000000 tokens with 8 experts each are"),
         ("--memory 1 2 3 4 4 --model config.json", "--memory takes its sizes from --model: leave the"),
-        ("--model config.json --dtype float32", "--dtype needs --memory"),
+        ("--model config.json --dtype float32", "--dtype and --ranks need --memory"),
         ("--dtype float32", "--target needs --model or --memory, --tokens needs --model, --dtype"),
     ],
 )  # fmt: skip
