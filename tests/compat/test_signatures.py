@@ -109,7 +109,7 @@ UPSTREAM = {
     "SegmentGEMMWrapper.run": "x, weights, batch_size, weight_column_major, out=None, seg_lens=None, "
     "seg_indptr=None, weight_indices=None",
 }
-DIFFERENT = {  # on purpose: docs/aiter.md says of each how
+DIFFERENT = {  # on purpose: docs/products.md says of each how
     "gmm": "lhs, rhs, group_sizes, *fourth, bias=None, preferred_element_type=None, existing_out=None, "
     "work_stealing=False, config=None, grid_dim=None, trans_rhs=None",
     "ptgmm": f"lhs, rhs, group_sizes, *fourth, bias_grad=None, {OURS}, grid_dim=None, trans_lhs=None, "
@@ -144,7 +144,7 @@ WITHOUT = [
     "set_cache_size", "set_default_precision", "set_log_level", "tensor_cores_enabled",
     "unshuffle_weight",
 ]  # fmt: skip
-DOCS = pathlib.Path(__file__).parents[2] / "docs" / "aiter.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "products.md"
 
 
 def functions() -> dict:
