@@ -54,13 +54,13 @@ def on_page_content(content, page, config, files):
 
 
 def drawing(path: pathlib.Path, name: str) -> str:
-    """Return a file's <svg> with a name for screen readers; its ids and styles are apart from the page's."""
-    text, scope = path.read_text(), path.stem
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r'\bid="', f'id="{scope}-', text)
-    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{scope}-", text)
-    text = re.sub(r"(<style[^>]*>)(.*?)(</style>)", rf"\1#{scope} {{\2}}\3", text, flags=re.S)
-    return f'<svg id="{scope}" role="img" aria-label="{html.escape(name)}"' + text[len("<svg") :]
+    """Return the <svg> element of a file, with a name for screen readers.
+
+    Ids and styles of several drawings share a page: benchmarks/plots.py writes them for that.
+    """
+    text = path.read_text().replace(' role="img"', "", 1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") + len("<svg") :], flags=re.S)
+    return f'<svg role="img" aria-label="{html.escape(name)}"{text}'
 
 
 def on_post_page(output, page, config):
