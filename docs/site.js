@@ -1,13 +1,13 @@
-// Completes what the theme draws after the page has loaded: code's buttons are no landmarks, wide tables take the focus.
-const sizes = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
-    else target.removeAttribute("tabindex");
-  }
-});
+// What the theme draws after the page has loaded: buttons of code are no landmarks, and what scrolls takes the focus.
 const complete = () => {
   for (const nav of document.querySelectorAll(".md-code__nav:not([role])")) nav.setAttribute("role", "none");
-  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) sizes.observe(box);
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) {
+    const scrolls = box.scrollWidth > box.clientWidth;
+    if (scrolls && !box.hasAttribute("tabindex")) box.setAttribute("tabindex", "0");
+    if (!scrolls) box.removeAttribute("tabindex");
+  }
 };
-new MutationObserver(complete).observe(document.body, { childList: true, subtree: true });
+const changes = { childList: true, subtree: true, attributeFilter: ["tabindex"] };
+new MutationObserver(complete).observe(document.body, changes);
+addEventListener("resize", complete);
 complete();
