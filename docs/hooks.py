@@ -64,7 +64,11 @@ def drawing(path: pathlib.Path, name: str) -> str:
 
 
 def on_post_page(output, page, config):
-    """Name the search dialog, and the menu of a group whose title is a link, for screen readers."""
+    """Name the search dialog, and the menu of a group whose title is a link, for screen readers.
+
+    A branch of the table of contents is a landmark with the name of its heading, which a page may repeat.
+    """
+    output = re.sub(r'<nav class="md-nav" aria-label="[^"]*">', '<nav class="md-nav" role="none">', output)
     output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
     output = re.sub(r'aria-labelledby="(__nav_\w+?)_label"', r'aria-labelledby="\1_title"', output)
     return re.sub(r'class="md-nav__title" for="(__nav_\w+)"', r'\g<0> id="\1_title"', output)
