@@ -1,4 +1,4 @@
-"""The command `moe-aiter`: info, train, sample, plot, report, bench, tune, convert."""
+"""The command `moe-aiter`: info, train, sample, report, bench, tune, convert."""
 
 import argparse
 import contextlib
@@ -38,8 +38,8 @@ COMMANDS = {  # name: (module, or object in one, with add_arguments and main; he
         "continue a text with the model of a run",
         " runs/one --prompt 'def '",
     ),
-    "plot": ("language_model.plots", "plot the loss curves of several runs", " runs/one runs/two"),
-    "report": ("language_model.report", "write an HTML page about a run", " runs/one"),
+    "plot": ("language_model.plots", "replaced by report", " runs/one runs/two"),
+    "report": ("language_model.report", "write an HTML page about one or more runs", " runs/one"),
     "bench": ("moe_aiter.bench", "compare speed and memory with other implementations", " layer --shape C"),
     "tune": ("moe_aiter.bench.tune", "find the fastest tile of each kernel on this GPU", " --shape C"),
     "convert": (

@@ -1,4 +1,4 @@
-"""A byte-level language model with MoE layers: `moe-aiter train`, `sample`, `plot` and `report`."""
+"""A byte-level language model with MoE layers: `moe-aiter train`, `sample` and `report`."""
 
 from types import ModuleType
 

@@ -15,7 +15,6 @@ from . import UsageError, need
 from .checkpoint import checkpoints, step_of
 from .metrics import LOGGERS, opened_log, read_metrics
 from .model import active_params
-from .plots import plot_run
 from .presets import (
     PRESETS,
     RESUMABLE,
@@ -28,11 +27,12 @@ from .presets import (
     set_threads,
 )
 from .ranks import Ranks, check_ranks, started
-from .report import write_page
+from .report import read_run, write_page
+from .starts import STARTS, note_start
 from .trainer import Trainer, learning_rate
 
 RUNS = Path("runs")
-RUN_FILES = ("config.json", "metrics.jsonl", "checkpoints")
+RUN_FILES = ("config.json", "metrics.jsonl", "checkpoints", STARTS)
 LOCK = "lock"
 LAUNCH = "launch"  # names the call of torchrun that started the run
 
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 def run_on(ranks: Ranks, args: argparse.Namespace) -> int:
     with ranks.together():
-        for module in ("tqdm", "safetensors", "matplotlib", *(["rich"] if args.live else [])):
+        for module in ("tqdm", "safetensors", "plotly", *(["rich"] if args.live else [])):
             need(module)  # now, not after the training
         if args.log:
             need(args.log, args.log)
@@ -86,7 +86,7 @@ def run_on(ranks: Ranks, args: argparse.Namespace) -> int:
 
 
 def finish(trainer: Trainer, logger: str | None) -> int:
-    """Train the steps that are left, and write the plots, the report and the sample."""
+    """Train the steps that are left, and write the sample and the report."""
     ranks, settings, rows = trainer.ranks, dataclasses.asdict(trainer.config), []
     say = print if ranks.first else lambda *_, **__: None
     if ranks.first:
@@ -97,19 +97,21 @@ def finish(trainer: Trainer, logger: str | None) -> int:
         with ranks.together():
             logger = logger if ranks.first else None
             log = opened.enter_context(opened_log(logger, trainer.run, settings, trainer.step))
+            if ranks.first and trainer.step < trainer.config.steps:
+                note_start(trainer)
         status = trainer.train(log)
+    if not status:
+        say(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
+        say(trainer.write_sample())
     report = trainer.run / "report.html"
     with ranks.together():
         if ranks.first:
-            plot_run(trainer.run)
             rows = read_metrics(trainer.run / "metrics.jsonl")
             if rows:  # a finished run may have lost its metrics
-                write_page(report, trainer.run.name, rows, settings)
+                write_page(report, [read_run(trainer.run, trainer.run.name)])
     if status:
         say(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
         return status
-    say(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
-    say(trainer.write_sample())
     if validated := [row for row in rows if "val_loss" in row]:
         last = validated[-1]
         say(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"

@@ -1,132 +1,232 @@
-"""Plots of a run: loss curves, and the load of every expert over time."""
+"""Figures of the report of runs, by plotly: curves, and the load of the experts."""
 
-import collections
+import dataclasses
+import html
 import math
-from pathlib import Path
-
-from moe_aiter.files import drafted
 
 from . import UsageError, need
-from .metrics import read_metrics, with_load
+from .metrics import damaged, is_number
+
+COLOURS = "#3b82f6", "#e8590c", "#2f9e44", "#9c5bd6", "#d6336c", "#0c8599"  # on white and on black
+SCALE = [[0, "#3b82f6"], [0.5, "#9c5bd6"], [1, "#e8590c"]]  # from the first layer to the last
+DEAD = "#d4a000"
+MOST_POINTS = 4000  # of a curve
+MOST_NAMES = 12  # in a legend or a box of values
+STEEP = "loss", "bits_per_byte"  # drawn without the first tenth, which would flatten the rest
+SHARE = 0.98  # of the experts' loads that the colours tell apart
 
 
-def new_figure(rows: int = 1, height: float = 4.5):
-    """A figure without a window, so that it needs no display, and its axes."""
-    figure = need("matplotlib.figure").Figure(figsize=(8, height), layout="constrained")
-    return figure, figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is known of a run; `starts` has a row for each start of its training, `settings` may be None."""
+
+    name: str
+    rows: list[dict]
+    settings: dict | None = None
+    starts: list[dict] = dataclasses.field(default_factory=list)
+    sample: str = ""
 
 
-def draw_loss(runs: dict[str, list[dict]]):
-    """Training loss (smoothed, thin) and validation loss (points) of one or more runs, label -> rows."""
-    figure, (axis,) = new_figure()
-    settled = []  # without the first steep tenth, which would flatten the rest
-    for number, (label, rows) in enumerate(runs.items()):
-        rows = [row for row in rows if math.isfinite(row.get("loss", math.nan))]
-        colour = f"C{number}"
-        steps, losses = [row["step"] for row in rows], smooth([row["loss"] for row in rows])
-        axis.plot(steps, losses, color=colour, alpha=0.4, linewidth=1)
-        settled += losses[len(losses) // 10 :]
-        validated = [row for row in rows if "val_loss" in row]
-        name = plain(label) + (f": {validated[-1]['val_loss']:.3f}" if validated else "")
-        points = [row["step"] for row in validated], [row["val_loss"] for row in validated]
-        axis.plot(*points, color=colour, marker="o", markersize=3, label=name)
-    axis.set(xlabel="step", ylabel="loss, nats per byte", title="points: validation; thin line: training")
-    if settled:
-        axis.set_ylim(0.95 * min(settled), 1.05 * max(settled))
-    axis.grid(alpha=0.3)
-    validated = any("val_loss" in row for rows in runs.values() for row in rows)
-    axis.legend(title="last validation loss" if validated else None)
-    return figure
+def numbers(rows: list[dict], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows that have it."""
+    for row in rows:
+        if key in row and not is_number(row[key]):
+            raise damaged(key, row, "a number")
+    return [(row["step"], finite(row[key])) for row in rows if key in row]
 
 
-def plain(label: str) -> str:
-    """The label as it stands: matplotlib would hide one that begins with _, and read a formula between $."""
-    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
+def finite(value: float | None) -> float:
+    """A gap in a curve instead of what cannot be drawn."""
+    return value if value is not None and math.isfinite(value) else math.nan
 
 
 def smooth(values: list[float], decay: float = 0.95) -> list[float]:
-    """A running mean that forgets, without its bias towards zero at the start."""
+    """A running mean that forgets, without its bias towards zero at the start; a NaN stays out of it."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
-        mean = decay * mean + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        out.append(mean / weight)
+        if not math.isnan(value):
+            mean = decay * mean + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
+        out.append(mean / weight if weight and not math.isnan(value) else math.nan)
     return out
 
 
-def draw_load(rows: list[dict]):
-    """A heat map for each layer: experts upwards, steps to the right, load as a multiple of the mean."""
-    layers = len(rows[0]["load"])
-    figure, axes = new_figure(layers, height=1 + 1.4 * layers)
-    first, last = rows[0]["step"], rows[-1]["step"]
-    for layer, axis in enumerate(axes):
-        columns = [row["load"][layer] for row in rows]  # each (E,)
-        shares = [[load * len(column) / max(sum(column), 1) for load in column] for column in columns]
-        extent = (first, max(last, first + 1), -0.5, len(columns[0]) - 0.5)
-        image = axis.imshow(
-            list(zip(*shares, strict=True)), aspect="auto", origin="lower", extent=extent, vmin=0, vmax=2,
-            cmap="viridis", interpolation="nearest",
-        )  # fmt: skip
-        axis.set_ylabel(f"layer {layer}\nexpert")
-    axes[-1].set_xlabel("step")
-    figure.colorbar(image, ax=list(axes), label="load, 1 at balance", extend="max")
+def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points of a curve; of many, the lowest and the highest of each stretch."""
+    size = math.ceil(2 * len(points) / MOST_POINTS)
+    if size <= 2:
+        return points
+    parts = (points[i : i + size] for i in range(0, len(points), size))
+    ends = ([pick(part, key=lambda point: point[1]) for pick in (min, max)] for part in parts)
+    return [point for pair in ends for point in sorted(pair)]
+
+
+def line(run: int, name: str, points: list[tuple[int, float]], **options):
+    """A curve of the run of that number.  `options` are those of plotly's Scatter."""
+    points = thin(points)
+    steps, values = [step for step, _ in points], [None if math.isnan(v) else v for _, v in points]
+    options = {"mode": "lines+markers" if len(points) == 1 else "lines"} | options
+    name = html.escape(name, quote=False)  # plotly reads tags
+    return need("plotly.graph_objects").Scatter(x=steps, y=values, name=name, meta=run, **options)
+
+
+def draw_curve(runs: list[Run], key: str, smoothed: bool = True):
+    """A number of each step: raw (thin), smoothed (thick), of the validation (points), and resumed runs.
+
+    None if no run has it.
+    """
+    raws, lines, settled = [], [], []  # raw curves are behind the others
+    for number, run in enumerate(runs):
+        points = numbers(run.rows, key)
+        if not points:
+            continue
+        colour, name = COLOURS[number % len(COLOURS)], "" if len(runs) == 1 else f"{run.name}: "
+        group = {"showlegend": True} if len(runs) == 1 else {"showlegend": False, "legendgroup": str(number)}
+        steps, values = zip(*points, strict=True)
+        mean = list(zip(steps, smooth(values) if smoothed else values, strict=True))
+        if smoothed:
+            raw = {"color": colour, "width": 1}
+            raws.append(line(number, f"{name}training", points, line=raw, opacity=0.4, **group))
+        label = f"{name}training{', smoothed' if smoothed else ''}" if len(runs) == 1 else run.name
+        lines.append(line(number, label, mean, line={"color": colour}, **group | {"showlegend": True}))
+        if validated := numbers(run.rows, f"val_{key}"):
+            dots = {"mode": "markers", "marker": {"color": colour, "size": 7, "symbol": "diamond"}}
+            lines.append(line(number, f"{name}validation", validated, **dots, **group))
+        if marks := [point for point in mean if point[0] in resumed(run)]:
+            mark = {"color": colour, "size": 28, "symbol": "line-ns-open", "line": {"width": 2}}
+            lines.append(line(number, f"{name}resumed", marks, mode="markers", marker=mark, **group))
+        settled += [value for _, value in points[len(points) // 10 :] + validated]
+    if not lines:
+        return None
+    figure = new_figure(raws + lines)
+    if key in STEEP and (settled := [value for value in settled if not math.isnan(value)]):
+        figure.update_yaxes(range=[0.95 * min(settled), 1.05 * max(settled)])
     return figure
 
 
-def save(figure, out: Path) -> None:
-    with drafted(out, "wb") as file:
-        figure.savefig(file, dpi=150, format=out.suffix[1:].lower())
+def resumed(run: Run) -> list[int]:
+    """Return the steps after which the run was resumed."""
+    return [row["step"] for row in run.starts if row["step"] > 0]
 
 
-def plot_run(run: Path) -> None:
-    """Draw `loss.png`, and `load.png` where there are experts, from a run's metrics."""
-    rows = read_metrics(run / "metrics.jsonl")
-    save(draw_loss({run.name: rows}), run / "loss.png")
-    if loads := with_load(rows):
-        save(draw_load(loads), run / "load.png")
+def draw_layers(runs: list[Run], curves: list[list[tuple[int, list[float]]]], legend: bool):
+    """A curve for each layer; `curves` has (step, a value for each layer) of each run."""
+    lines, several = [], len(runs) > 1
+    for number, (run, found) in enumerate(zip(runs, curves, strict=True)):
+        count = len(found[0][1]) if found else 0
+        ends = range(count) if count <= MOST_NAMES else (0, count - 1)
+        for layer in range(count):
+            place = layer / max(1, count - 1)
+            colour = COLOURS[number % len(COLOURS)] if several else shade(place)
+            label = f"{run.name}, layer {layer}" if several else f"layer {layer}"
+            points = [(step, values[layer]) for step, values in found]
+            shown = legend and layer in (ends[:1] if several else ends)
+            lines.append(line(number, label, points, line={"color": colour, "width": 1.5}, showlegend=shown))
+    return new_figure(lines)
+
+
+def shade(place: float) -> str:
+    return need("plotly.colors").sample_colorscale(SCALE, [place])[0]
+
+
+def new_figure(lines: list):
+    """Curves over steps; report.js sets colours and axes.  A logarithm needs values above 0."""
+    values = [value for each in lines for value in each.y if value is not None]
+    few = len(lines) <= MOST_NAMES
+    return need("plotly.graph_objects").Figure(
+        lines,
+        {
+            "height": 300, "margin": {"l": 50, "r": 10, "t": 10, "b": 40}, "xaxis": {"title": "step"},
+            "hovermode": "x unified" if few else "closest", "yaxis": {"automargin": True},
+            "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
+            "meta": {"log": min(values, default=0) > 0}, "template": "none",
+        },
+    )  # fmt: skip
+
+
+def ratios(row: dict) -> list[list[float]]:
+    """The load of each expert of each layer, as a multiple of the layer's mean; 0 without tokens."""
+    return [[n * len(layer) / max(sum(layer), 1) for n in layer] for layer in row["load"]]
+
+
+def colour_range(rows: list[dict]) -> tuple[float, float, float]:
+    """The logarithm to base 2 at which the colours end, and the smallest and largest load of a live expert.
+
+    The colours reach at least from a half to double, and tell all but a few extreme loads apart.
+    """
+    live = sorted(ratio for row in rows for layer in ratios(row) for ratio in layer if ratio > 0) or [1.0]
+    sizes = sorted(abs(math.log2(ratio)) for ratio in live)
+    return max(1.0, sizes[int(SHARE * (len(sizes) - 1))]), live[0], live[-1]
+
+
+def heat(x: list, columns: list[list[float]], where: str):
+    """Two maps of columns of loads: of experts that work, and of dead ones."""
+    rows = list(zip(*columns, strict=True))
+    logs = [[round(math.log2(v), 3) if v > 0 else None for v in row] for row in rows]
+    shown = [[float(f"{v:.3g}") for v in row] for row in rows]
+    dead = [[0 if v == 0 else None for v in row] for row in rows]
+    Heatmap = need("plotly.graph_objects").Heatmap
+    plain = {"colorscale": [[0, DEAD], [1, DEAD]], "showscale": False}
+    return [
+        Heatmap(
+            x=x, z=logs, customdata=shown, coloraxis="coloraxis", hoverongaps=False,
+            hovertemplate=f"{where}: %{{customdata}} times the mean<extra></extra>",
+        ),
+        Heatmap(x=x, z=dead, hoverongaps=False, hovertemplate=f"{where}: dead<extra></extra>", **plain),
+    ]  # fmt: skip
+
+
+def draw_load_at_end(row: dict, end: float):
+    """Layers upwards, experts to the right: the load at the last step, a cross at dead experts."""
+    last = ratios(row)
+    most = max(map(len, last))
+    rows = [layer + [math.nan] * (most - len(layer)) for layer in last]
+    figure = need("plotly.graph_objects").Figure(
+        heat(list(range(most)), list(zip(*rows, strict=True)), "layer %{y}, expert %{x}"),
+        load_layout(len(last) * 20, end),
+    )
+    crosses = [(x, y) for y, layer in enumerate(last) for x, ratio in enumerate(layer) if ratio == 0]
+    if crosses:
+        x, y = zip(*crosses, strict=True)
+        marker = {"symbol": "x", "color": "#000", "size": 7}
+        figure.add_scatter(x=x, y=y, mode="markers", marker=marker, hoverinfo="skip", showlegend=False)
+    figure.update_xaxes(title="expert", showgrid=False)
+    figure.update_yaxes(title="layer", showgrid=False)
+    return figure
+
+
+def draw_load(run: int, rows: list[dict], end: float):
+    """A map for each layer: experts upwards, steps to the right."""
+    loads, steps = [ratios(row) for row in rows], [row["step"] for row in rows]
+    layers = len(loads[0])
+    space = min(0.3 / layers, 0.05)
+    figure = need("plotly.subplots").make_subplots(layers, shared_xaxes=True, vertical_spacing=space)
+    for layer in range(layers):
+        maps = heat(steps, [row[layer] for row in loads], f"step %{{x}}, layer {layer}, expert %{{y}}")
+        for each in maps:
+            figure.add_trace(each.update(meta=run), layer + 1, 1)
+        figure.update_yaxes(title=f"layer {layer}", row=layer + 1)
+    figure.update_layout(load_layout(layers * 130, end))
+    figure.update_xaxes(showgrid=False).update_xaxes(title="step", row=layers)
+    return figure.update_yaxes(showgrid=False)
+
+
+def load_layout(height: int, end: float) -> dict:
+    whole = range(-math.floor(end), math.floor(end) + 1)
+    text = [f"1/{2**-n}" if n < 0 else str(2**n) for n in whole]
+    bar = {"orientation": "h", "y": 1, "yanchor": "bottom", "thickness": 10, "tickvals": list(whole)}
+    bar |= {"ticktext": text, "title": {"text": "load / mean", "side": "top"}, "len": 0.8}
+    axis = {"cmin": -end, "cmax": end, "autocolorscale": True, "colorbar": bar}
+    margin = {"l": 50, "r": 10, "t": 60, "b": 40}
+    return {"height": height + 140, "margin": margin, "coloraxis": axis, "template": "none"}
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folders or metrics.jsonl files"
-    )
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image to write [loss.png]")
-    parser.add_argument("--force", action="store_true", help="replace an existing image")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders")
+    parser.add_argument("--out", help="no longer used")
+    parser.add_argument("--force", action="store_true", help="no longer used")
 
 
 def main(args) -> int:
-    """`moe-aiter plot`: the loss curves of several runs in one picture."""
-    supported = new_figure()[0].canvas.get_supported_filetypes()
-    if args.out.suffix[1:].lower() not in supported:
-        raise UsageError(
-            f"--out is {args.out}; its name must end with one of .{', .'.join(sorted(supported))}"
-        )
-    refuse_existing(args.out, args.force)
-    names = collections.Counter(map(name, set(args.runs)))
-    runs = {str(run) if names[name(run)] > 1 else name(run): rows_of(run) for run in args.runs}
-    save(draw_loss(runs), args.out)
-    print(args.out)
-    return 0
-
-
-def refuse_existing(out: Path, force: bool) -> None:
-    """Raise UsageError if something is at `out` that the command must not replace."""
-    if out.exists() and not (force and out.is_file()):
-        how = "--force replaces it, --out" if out.is_file() else "--out"
-        raise UsageError(f"{out} is there already: {how} names another")
-
-
-def name(run: Path) -> str:
-    """Return the run's name in the legend, if no other run has the same name."""
-    return run.absolute().name.removesuffix(".jsonl")
-
-
-def rows_of(run: Path) -> list[dict]:
-    """The rows of a run folder or of a metrics file; there is at least one."""
-    metrics = run / "metrics.jsonl" if run.is_dir() else run.resolve() if run.is_symlink() else run
-    if not metrics.exists():
-        raise UsageError(f"{run} is neither a run folder nor a metrics file")
-    rows = read_metrics(metrics)
-    if not rows:
-        raise UsageError(f"{metrics} holds no step to draw")
-    return rows
+    """Name the command that replaces `moe-aiter plot`."""
+    raise UsageError("moe-aiter report RUN [RUN ...] replaces it, and each plot there has a button for a PNG")

@@ -1,4 +1,4 @@
-"""What `moe-aiter train` and `plot` refuse, in one line and with status 2."""
+"""What `moe-aiter train` and `report` refuse, in one line and with status 2."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
     assert main(["train", "--preset", "test", "--data", str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moe-aiter train: error: --data") and err.count("\n") == 1
-    assert main(["plot", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "neither a run folder nor a metrics file" in capsys.readouterr().err
 
 
@@ -50,7 +50,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path):
     ],
 )
 def test_train_refuses(flags, message, capsys, tmp_path, monkeypatch):
-    for module in ("tqdm", "safetensors", "matplotlib"):
+    for module in ("tqdm", "safetensors", "plotly"):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text\n" * 1000)
@@ -67,34 +67,26 @@ def test_train_refuses(flags, message, capsys, tmp_path, monkeypatch):
         ("empty.jsonl", "empty.jsonl holds no step to draw"),
         ("good.jsonl empty.jsonl", "empty.jsonl holds no step to draw"),
         ("damaged.jsonl", "damaged.jsonl: line 1 is damaged"),
-        ("good.jsonl --out x.zzz", "--out is x.zzz; its name must end with one of "),
-        ("good.jsonl --out old.png", "old.png is there already: --force replaces it, --out names another"),
-        ("good.jsonl --out old.png --force --out dir.png", "dir.png is there already: --out names another"),
-        ("good.jsonl --out nowhere/x.png", "nowhere/x.png: No such file or directory"),
+        ("good.jsonl --out old.html", "old.html is there already: --force replaces it, --out names another"),
+        ("good.jsonl --out old.html --force --out dir", "dir is there already: --out names another"),
+        ("good.jsonl --out nowhere/x.html", "nowhere/x.html: No such file or directory"),
     ],
 )
-def test_plot_refuses(words, message, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+def test_report_refuses(words, message, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("plotly")
     monkeypatch.chdir(tmp_path)
     for name, rows in {"good": '{"step": 1, "loss": 3}\n', "empty": "", "damaged": "x\ny\n"}.items():
         (tmp_path / f"{name}.jsonl").write_text(rows)
-    (tmp_path / "old.png").write_text("mine")
-    (tmp_path / "dir.png").mkdir()
-    assert message in one_line(capsys, "plot", *words.split())
-    assert (tmp_path / "old.png").read_text() == "mine"
+    (tmp_path / "old.html").write_text("mine")
+    (tmp_path / "dir").mkdir()
+    assert message in one_line(capsys, "report", *words.split())
+    assert (tmp_path / "old.html").read_text() == "mine"
 
 
-def test_plot_draws_several_runs(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2, "val_loss": 2}\n'
-    for name in ("moe", "dense"):
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    out = tmp_path / "both.png"
-    words = ["plot", str(tmp_path / "moe.jsonl"), str(tmp_path / "dense.jsonl"), "--out", str(out)]
-    assert main(words) == 0
-    assert out.stat().st_size > 5000 and capsys.readouterr().out.strip() == str(out)
-    out.write_text("")
-    assert main([*words, "--force"]) == 0 and out.stat().st_size > 5000
+def test_plot_names_the_command_that_replaces_it(capsys):
+    assert "moe-aiter report RUN [RUN ...] replaces it" in one_line(
+        capsys, "plot", "a", "b", "--out", "c.png"
+    )
 
 
 def test_a_missing_extra_says_how_to_install_it(tmp_path):

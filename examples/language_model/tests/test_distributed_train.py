@@ -30,7 +30,7 @@ from moe_aiter.config import Launch, interpret
 pytestmark = pytest.mark.full
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
-for module in ("tqdm", "safetensors", "matplotlib"):
+for module in ("tqdm", "safetensors", "plotly"):
     pytest.importorskip(module)
 
 FLOATS = "loss", "val_loss", "balance_loss", "z_loss", "grad_norm"

@@ -1,16 +1,20 @@
-"""The pictures show what the rows say."""
+"""The figures of a report say what the rows say."""
 
 import math
-import pathlib
 
 import pytest
-from language_model.plots import draw_load, draw_loss, save, smooth
+from language_model import plots
+from language_model.plots import (
+    Run,
+    colour_range,
+    draw_curve,
+    draw_layers,
+    draw_load,
+    draw_load_at_end,
+    smooth,
+)
 
-from moe_aiter import cli
-
-pytestmark = pytest.mark.full
-matplotlib_image = pytest.importorskip("matplotlib.image")
-Axes = pytest.importorskip("matplotlib.axes").Axes
+pytest.importorskip("plotly")
 
 
 def rows(slope: float, layers: int = 2) -> list[dict]:
@@ -21,64 +25,102 @@ def rows(slope: float, layers: int = 2) -> list[dict]:
     ]
 
 
-def colours(path) -> int:
-    image = matplotlib_image.imread(path)
-    return len({tuple(pixel) for pixel in image.reshape(-1, image.shape[-1]).round(2).tolist()})
+def names(figure) -> list[str]:
+    return [trace.name for trace in figure.data if trace.showlegend]
 
 
-def test_loss_of_two_runs_differs_from_that_of_one(tmp_path):
-    save(draw_loss({"a": rows(0.1)}), tmp_path / "one.png")
-    save(draw_loss({"a": rows(0.1), "b": rows(0.05)}), tmp_path / "two.png")
-    one, two = (matplotlib_image.imread(tmp_path / name) for name in ("one.png", "two.png"))
-    assert one.shape == two.shape and (one != two).any(-1).mean() > 0.005
-    assert colours(tmp_path / "two.png") > 20
+def test_a_curve_has_its_parts():
+    resumed = [{"step": 0}, {"step": 20}]
+    raw, smoothed, validation, mark = draw_curve([Run("a", rows(0.1), starts=resumed)], "loss").data
+    assert (raw.name, smoothed.name) == ("training", "training, smoothed")
+    assert list(raw.y) == [row["loss"] for row in rows(0.1)] and list(smoothed.y) == smooth(list(raw.y))
+    assert list(validation.x) == list(range(5, 41, 5)) and validation.mode == "markers"
+    assert list(mark.x) == [20] and mark.y[0] == smoothed.y[19]
+    assert draw_curve([Run("a", rows(0.1))], "lr") is None
+
+
+def test_the_steep_start_of_a_loss_does_not_flatten_the_rest():
+    lines = [{"step": i, "loss": 100.0 if i < 5 else 1.0 + i / 100} for i in range(100)]
+    low, high = draw_curve([Run("a", lines)], "loss").layout.yaxis.range
+    assert low < 1.1 and 1.99 < high < 3
+    assert draw_curve([Run("a", [{"step": 1, "lr": 100.0}])], "lr").layout.yaxis.range is None
+
+
+def test_runs_have_a_colour_and_a_name_each():
+    figure = draw_curve([Run("a", rows(0.1)), Run("<b>", rows(0.05))], "loss")
+    assert names(figure) == ["a", "&lt;b&gt;"]
+    colours = {(trace.meta, (trace.line.color or trace.marker.color)) for trace in figure.data}
+    assert len(colours) == len({colour for _, colour in colours}) == 2
 
 
 @pytest.mark.parametrize("losses", [[1.0, math.nan, 2.0, math.inf], [math.nan]])
-def test_a_loss_that_is_no_number_is_left_out(losses, tmp_path):
-    lines = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
-    save(draw_loss({"a": lines}), tmp_path / "loss.png")
-    assert colours(tmp_path / "loss.png") > 5
+def test_a_loss_that_is_no_number_is_a_gap(losses):
+    figure = draw_curve([Run("a", [{"step": i, "loss": loss} for i, loss in enumerate(losses)])], "loss")
+    for trace in figure.data:
+        assert [value is not None for value in trace.y] == [math.isfinite(loss) for loss in losses]
 
 
 @pytest.mark.parametrize(
-    "paths, labels",
-    [
-        (["a/run", "b/run", "a/other"], ["a/run", "b/run", "other"]),
-        (["a/run", "a/run/"], ["run"]),
-        (["a/run/metrics.jsonl", "b/run/metrics.jsonl"], ["a/run/metrics.jsonl", "b/run/metrics.jsonl"]),
-        (["_old", "c$\\x$"], ["_old", "c$\\x$"]),
-    ],
+    "values, log", [([1.0, 0.5], True), ([1.0, 0.0], False), ([-1.0], False), ([], False)]
 )
-def test_runs_of_one_name_are_both_drawn(paths, labels, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in paths:
-        run = pathlib.Path(path.removesuffix("/metrics.jsonl"))
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n')
-    drawn = []
-    monkeypatch.setattr(Axes, "legend", lambda axis, **_: drawn.extend(axis.get_legend_handles_labels()[1]))
-    assert cli.main(["plot", *paths]) == 0
-    assert [label.strip().replace(r"\$", "$") for label in drawn] == labels
+def test_a_logarithm_needs_values_above_0(values, log):
+    figure = plots.new_figure([plots.line(0, "a", list(enumerate(values)))])
+    assert figure.layout.meta == {"log": log}
 
 
-def test_load_map_has_as_many_colours_as_loads(tmp_path):
-    save(draw_load(rows(0.1)), tmp_path / "load.png")
-    assert colours(tmp_path / "load.png") > 60
+def test_a_long_curve_keeps_its_extremes(monkeypatch):
+    monkeypatch.setattr(plots, "MOST_POINTS", 100)
+    points = [(step, math.nan if step == 7 else math.sin(step)) for step in range(10_000)]
+    points[5000] = 5000, 99.0
+    found = plots.thin(points)
+    assert len(found) <= 100 and (5000, 99.0) in found and found == sorted(found)
+    assert plots.thin(points[:100]) == points[:100]
 
 
-def test_load_map_of_one_row(tmp_path):
-    save(draw_load(rows(0.1)[:1]), tmp_path / "load.png")
-    assert colours(tmp_path / "load.png") > 20
+def test_of_many_layers_the_first_and_the_last_are_named():
+    def drawn(layers, runs=1):
+        found = [(step, [float(step)] * layers) for step in (1, 2)]
+        return draw_layers([Run(str(i), []) for i in range(runs)], [found] * runs, legend=True)
+
+    assert names(drawn(3)) == ["layer 0", "layer 1", "layer 2"]
+    assert names(drawn(30)) == ["layer 0", "layer 29"] and len(drawn(30).data) == 30
+    assert names(drawn(2, runs=2)) == ["0, layer 0", "1, layer 0"]
+    assert (drawn(3).layout.hovermode, drawn(30).layout.hovermode) == ("x unified", "closest")
 
 
-def test_load_map_grows_with_the_layers(tmp_path):
-    for layers in (1, 4):
-        save(draw_load(rows(0.1, layers)), tmp_path / f"{layers}.png")
-    heights = [matplotlib_image.imread(tmp_path / f"{layers}.png").shape[0] for layers in (1, 4)]
-    assert heights[1] > 1.5 * heights[0]
+def test_the_load_is_a_map_around_the_mean():
+    figure = draw_load_at_end({"step": 9, "load": [[4, 2, 2, 0], [1, 1, 1, 1]]}, 2.0)
+    live, dead, crosses = figure.data
+    assert [*live.z] == [[1.0, 0.0, 0.0, None], [0.0, 0.0, 0.0, 0.0]]  # of each layer, log2 of load / mean
+    assert [*live.customdata] == [[2.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    assert [*dead.z] == [[None, None, None, 0], [None] * 4] and (crosses.x, crosses.y) == ((3,), (0,))
+    axis = figure.layout.coloraxis
+    assert (axis.cmin, axis.cmax) == (-2, 2) and axis.colorbar.ticktext == ("1/4", "1/2", "1", "2", "4")
+
+
+def test_layers_may_differ_in_their_experts():
+    live, dead = draw_load_at_end({"step": 9, "load": [[2, 2], [1]]}, 1.0).data
+    assert [*live.z] == [[0.0, 0.0], [0.0, None]] and [*dead.z] == [[None, None], [None, None]]
+
+
+def test_the_colours_end_near_the_extremes():
+    few = {"load": [[1, 1, 1, 1, 0]]}
+    assert colour_range([few]) == (1.0, 1.25, 1.25)
+    end, least, most = colour_range([few] * 20 + [{"load": [[1, 10**6]]}])
+    assert end == 1.0 and least == pytest.approx(2e-6) and most == pytest.approx(2)
+    assert colour_range([{"load": [[1, 16, 1, 16]]}])[0] == pytest.approx(math.log2(8.5))
+    assert colour_range([{"load": [[0, 0]]}]) == (1.0, 1.0, 1.0)
+
+
+def test_the_maps_over_steps_grow_with_the_layers():
+    one, four = (draw_load(3, rows(0.1, layers), 1.0) for layers in (1, 4))
+    assert four.layout.height > 1.5 * one.layout.height and len(four.data) == 8
+    assert list(one.data[0].x) == list(range(1, 41)) and one.data[0].meta == 3
+    assert len(one.data[0].z) == 4 and set(one.data[1].z[3]) == {0}  # the last expert is dead
+    assert len(draw_load(0, rows(0.1)[:1], 1.0).data[0].z[0]) == 1
 
 
 def test_smoothing_keeps_constants_and_damps_jumps():
     assert smooth([2.0] * 5) == pytest.approx([2.0] * 5)
     assert smooth([0.0] * 50 + [1.0])[-1] < 0.1
+    assert smooth([2.0, math.nan, 2.0]) == pytest.approx([2.0, math.nan, 2.0], nan_ok=True)

@@ -14,11 +14,12 @@ from language_model.model import Transformer
 from language_model.presets import PRESETS, TrainConfig
 from language_model.report import read_settings
 from language_model.sharded import save_shards
+from language_model.starts import STARTS
 from language_model.trainer import make_optimizer
 
 from moe_aiter import cli
 
-for package in ("safetensors", "tqdm", "matplotlib"):
+for package in ("safetensors", "tqdm", "plotly"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 SMALL = PRESETS["test"]
@@ -76,13 +77,22 @@ READERS: Readers = {
     "resume: config.json": command("train --resume run", "run/config.json"),
     "resume: lock": command("train --resume run", "run/lock"),
     "sample": command("sample run", f"{STEP}/model.safetensors"),
-    "plot": command("plot run", "run/metrics.jsonl"),
     "report": command("report run", "run/metrics.jsonl"),
     "report: config.json": command("report run", "run/config.json"),
+    "report: starts.jsonl": command("report run", f"run/{STARTS}"),
+    "report: sample.txt": command("report run", "run/sample.txt"),
     "data": command("train --preset test --data file", "file"),
 }
 TAKE_FOLDERS = {"data"}
-SILENT = {"read_metrics", "Metrics", "launch", "resume: lock", "data"}
+SILENT = {
+    "read_metrics",
+    "Metrics",
+    "launch",
+    "resume: lock",
+    "report: starts.jsonl",
+    "report: sample.txt",
+    "data",
+}
 
 
 def mend_sums(path: pathlib.Path) -> None:

@@ -88,8 +88,6 @@ def test_nothing_is_written_through_a_link():
     Path("mine").write_text("mine")
     names = (
         "sample.txt",
-        "loss.png",
-        "load.png",
         "metrics.draft",
         "metrics.jsonl.draft",
         "report.html",
@@ -98,7 +96,7 @@ def test_nothing_is_written_through_a_link():
     for name in names:
         Path("run", name).unlink(missing_ok=True)
         Path("run", name).symlink_to(Path("mine").resolve())
-    assert train("--resume", "run", "--steps", "3", pictures=True) == 0
+    assert train("--resume", "run", "--steps", "3", page=True) == 0
     assert cli.main(["report", "run", "--force"]) == 0
     assert Path("mine").read_text() == "mine" and not Path("run/sample.txt").is_symlink()
     Path("new").mkdir()
@@ -229,7 +227,6 @@ def test_a_zero_byte_in_an_argument_is_one_line(capsys):
         ["report", "a\0b"],
         ["train", "--resume", "a\0b"],
         ["convert", "a\0b", "c"],
-        ["plot", "\0"],
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(words)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -18,11 +19,12 @@ import torch
 from language_model import UsageError, command, presets, trainer
 from language_model.checkpoint import checkpoints
 from language_model.metrics import read_metrics
+from language_model.starts import read_starts
 from language_model.trainer import MONITORED
 
 from moe_aiter import cli, load_statistics
 
-for module in ("tqdm", "safetensors", "matplotlib"):
+for module in ("tqdm", "safetensors", "plotly"):
     pytest.importorskip(module)
 load_file = pytest.importorskip("safetensors.torch").load_file
 
@@ -42,13 +44,11 @@ def arguments(*words: str) -> list[str]:
     return ["--preset", "test", "--data", "text.txt", *words]
 
 
-def train(*words: str, pictures: bool = False) -> int:
-    """Train as `moe-aiter train` does; drawing takes longer than the steps, so `pictures` asks for it."""
+def train(*words: str, page: bool = False) -> int:
+    """Train as `moe-aiter train` does; the page takes longer than the steps, so `page` asks for it."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    with contextlib.ExitStack() as patched:
-        for name in () if pictures else ("plot_run", "write_page"):
-            patched.enter_context(mock.patch.object(command, name))
+    with contextlib.nullcontext() if page else mock.patch.object(command, "write_page"):
         return command.main(parser.parse_args(words))
 
 
@@ -87,11 +87,11 @@ def wait_for_steps(run: str, count: int, process: subprocess.Popen) -> None:
 
 
 def test_a_run_leaves_everything_and_learns(capsys):
-    assert train(*arguments("--out", "run", "--steps", "60"), pictures=True) == 0
+    assert train(*arguments("--out", "run", "--steps", "60"), page=True) == 0
     assert capsys.readouterr().out.endswith("; see run/report.html\n")
     run = Path("run")
     assert sorted(os.listdir(run)) == [
-        "checkpoints", "config.json", "load.png", "loss.png", "metrics.jsonl", "report.html", "sample.txt",
+        "checkpoints", "config.json", "metrics.jsonl", "report.html", "sample.txt", "starts.jsonl",
     ]  # fmt: skip
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
@@ -109,6 +109,19 @@ def test_a_run_leaves_everything_and_learns(capsys):
     assert len((run / "sample.txt").read_text(errors="replace")) > 10
     assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000050", "step-00000060"]
     assert json.loads((run / "config.json").read_text())["steps"] == 60
+
+
+def test_each_start_is_noted():
+    assert train(*arguments("--out", "run", "--steps", "4")) == 0
+    assert train("--resume", "run", "--steps", "6") == 0
+    assert train("--resume", "run") == 0  # nothing left to train
+    first, second = read_starts(Path("run"))
+    assert (first["step"], second["step"]) == (0, 4)
+    assert datetime.datetime.fromisoformat(first["date"]) <= datetime.datetime.fromisoformat(second["date"])
+    assert first["parameters"] > first["active_parameters"] > 1000 and first["processes"] == 1
+    assert first["versions"]["torch"] == torch.__version__ and first["host_cpus"] == os.cpu_count()
+    assert first["command"].startswith("moe-aiter ") and first["device"].startswith("CPU")
+    assert first["commit"] is None or len(first["commit"].removesuffix("-dirty")) == 40
 
 
 @pytest.mark.full
@@ -136,8 +149,8 @@ def test_a_live_table_in_place_of_the_bar(capsys):
 
 @pytest.mark.full
 def test_dense_run_has_no_experts_to_show():
-    assert train(*arguments("--out", "run", "--dense"), pictures=True) == 0
-    assert "load.png" not in os.listdir("run")
+    assert train(*arguments("--out", "run", "--dense"), page=True) == 0
+    assert "No layer of experts in these metrics" in Path("run/report.html").read_text(encoding="utf-8")
     assert (
         not {"load", "imbalance", "balance_loss", *MONITORED}
         & read_metrics(Path("run/metrics.jsonl"))[-1].keys()
@@ -231,7 +244,7 @@ def test_a_run_with_a_damaged_checkpoint_and_a_cut_line_goes_on(capsys):
 def test_a_finished_run_without_its_metrics_has_a_sample_still(lost, capsys):
     assert train(*arguments("--out", "run", "--steps", "3")) == 0
     cut("run/metrics.jsonl", 5 if lost == "last" else os.path.getsize("run/metrics.jsonl"))
-    assert train("--resume", "run", pictures=True) == 0
+    assert train("--resume", "run", page=True) == 0
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -284,7 +297,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_unbroken(number, status):
     done = len(losses("run"))
     assert 5 <= done < 4000
     assert [path.name for path in checkpoints(Path("run/checkpoints"))] == [f"step-{done:08d}"]
-    assert {"load.png", "report.html"} <= set(os.listdir("run"))
+    assert "report.html" in os.listdir("run")
 
     process = start("--resume", "run")
     wait_for_steps("run", done + 5, process)
