@@ -40,14 +40,13 @@ def finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else math.nan
 
 
-def smooth(values: list[float], decay: float = 0.95) -> list[float]:
-    """A running mean that forgets, without its bias towards zero at the start; a NaN stays out of it."""
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        if not math.isnan(value):
-            mean = decay * mean + (1 - decay) * value
-            weight = decay * weight + (1 - decay)
-        out.append(mean / weight if weight and not math.isnan(value) else math.nan)
+def smooth(values: list[float]) -> list[float]:
+    """The mean of each value and its neighbours, up to 20 before and 20 after it; a NaN stays out of it."""
+    reach = min(20, len(values) // 50)
+    out = []
+    for i, value in enumerate(values):
+        near = [v for v in values[max(0, i - reach) : i + reach + 1] if not math.isnan(v)]
+        out.append(math.nan if math.isnan(value) else sum(near) / len(near))
     return out
 
 
@@ -116,17 +115,16 @@ def draw_layers(runs: list[Run], curves: list[list[tuple[int, list[float]]]], le
         count = len(found[0][1]) if found else 0
         ends = range(count) if count <= MOST_NAMES else (0, count - 1)
         for layer in range(count):
-            place = layer / max(1, count - 1)
-            colour = COLOURS[number % len(COLOURS)] if several else shade(place)
-            label = f"{run.name}, layer {layer}" if several else f"layer {layer}"
+            (shade,) = need("plotly.colors").sample_colorscale(SCALE, [layer / max(1, count - 1)])
+            look = {"line": {"width": 1.5, "color": shade}}
+            if several:
+                look["line"]["color"] = COLOURS[number % len(COLOURS)]
+                look |= {"legendgroup": str(number), "text": html.escape(f"{run.name}, layer {layer}")}
+                look |= {"hovertemplate": "%{y}<extra>%{text}</extra>"}
+            label, shown = (run.name, layer == 0) if several else (f"layer {layer}", layer in ends)
             points = [(step, values[layer]) for step, values in found]
-            shown = legend and layer in (ends[:1] if several else ends)
-            lines.append(line(number, label, points, line={"color": colour, "width": 1.5}, showlegend=shown))
+            lines.append(line(number, label, points, showlegend=legend and shown, **look))
     return new_figure(lines)
-
-
-def shade(place: float) -> str:
-    return need("plotly.colors").sample_colorscale(SCALE, [place])[0]
 
 
 def new_figure(lines: list):
@@ -136,7 +134,7 @@ def new_figure(lines: list):
     return need("plotly.graph_objects").Figure(
         lines,
         {
-            "height": 300, "margin": {"l": 50, "r": 10, "t": 10, "b": 40}, "xaxis": {"title": "step"},
+            "height": 300, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "xaxis": {"title": "step"},
             "hovermode": "x unified" if few else "closest", "yaxis": {"automargin": True},
             "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
             "meta": {"log": min(values, default=0) > 0}, "template": "none",
@@ -190,8 +188,8 @@ def draw_load_at_end(row: dict, end: float):
         x, y = zip(*crosses, strict=True)
         marker = {"symbol": "x", "color": "#000", "size": 7}
         figure.add_scatter(x=x, y=y, mode="markers", marker=marker, hoverinfo="skip", showlegend=False)
-    figure.update_xaxes(title="expert", showgrid=False)
-    figure.update_yaxes(title="layer", showgrid=False)
+    figure.update_xaxes(title={"text": "expert", "standoff": 8}, showgrid=False)
+    figure.update_yaxes(title="layer", showgrid=False, dtick=math.ceil(len(last) / 10))
     return figure
 
 

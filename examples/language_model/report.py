@@ -284,12 +284,12 @@ def overview(run: Run) -> dict:
     if again:
         out["resumed after"] = ", ".join(again)
     if "loss" in last:
-        out["training loss of the last step"] = last["loss"][1]
+        out["training loss, last step"] = last["loss"][1]
     if "val_loss" in last:
         step, value = last["val_loss"]
         out["validation loss"] = f"{value:.4f} at step {step}"
         if bits := dict(numbers(run.rows, "val_bits_per_byte")).get(step):
-            out["validation, bits per byte"] = f"{bits:.4f}"
+            out["validation bits per byte"] = f"{bits:.4f}"
     if "seconds" in last:
         out["seconds"] = last["seconds"][1]
     return {key: MISSING if value in (None, "") else value for key, value in out.items()}
