@@ -172,13 +172,14 @@ def page(runs: list[Run]) -> str:
     axes, clocks = x_axes(runs)
     out.body.append(CONTROLS.format("".join(f"<option>{axis}</option>" for axis in axes)))
     for section, labels in SECTIONS.items():
+        if section == "Speed and optimizer":
+            add_layers(out, runs)
         drawn = {text: draw_curve(runs, key, key not in EXACT) for key, text in labels.items()}
         if drawn := {text: figure for text, figure in drawn.items() if figure}:
             out.heading(section)
             if section == "Loss":
                 out.text(LEGEND)
             out.grid(drawn)
-    add_layers(out, runs)
     if samples := [run for run in runs if run.sample]:
         out.heading("Text sample")
         for run in samples:

@@ -82,7 +82,7 @@ def test_a_page_has_every_part(tmp_path, capsys):
     assert report(run) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
     shown = Page(text)
-    parts = ["Loss", "Speed and optimizer", "Load of the experts", "Layers", "Layers at the end", "Settings"]
+    parts = ["Loss", "Load of the experts", "Layers", "Layers at the end", "Speed and optimizer", "Settings"]
     assert shown.headings == ["run", *parts]
     assert shown.captions[0] == "Loss, nats per byte" and OF_LAYERS["entropy"] in shown.captions
     assert len(shown.captions) == len(shown.data["figures"]) == 10
