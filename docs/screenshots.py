@@ -1,6 +1,6 @@
 """Take pictures of web pages with Chromium, 1366 and 390 px wide, light and dark, and look for defects.
 
-    python docs/screenshots.py              # the report of a short run, and docs/report.png of its top
+    python docs/screenshots.py              # reports of runs, and the pictures of them in docs/
     python docs/screenshots.py --site site  # each page of the site that `make docs` writes
     npm pack axe-core && tar xf axe-core-*.tgz  # for --axe package/axe.min.js, which looks at accessibility
 
@@ -25,13 +25,21 @@ WIDTHS = {1366: 900, 390: 844}  # a desktop and a phone, and their heights
 SCHEMES = "light", "dark"
 LOCAL = "file:", "data:", "blob:", "about:", "chrome:"
 SETTLED = "new Promise(done => setTimeout(done, 700))"  # fonts, and plots that resize
-SIZE = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+WIDTH = "document.documentElement.scrollWidth"
+WHOLE = "[0, 0, document.documentElement.clientWidth, document.documentElement.scrollHeight]"
 AXE = """axe.run().then(found => found.violations.map(
     each => `${each.id}: ${each.help} (${each.nodes.length}: ${each.nodes[0].target})`))"""
-RUN = "--preset cpu --layers 2 --hidden 64 --intermediate 64 --num-experts 8 --threads 1 --steps 300"
-RUN += " --val-every 30 --data moe_aiter"
-TOP = 1000, 1500  # width and height of docs/report.png
-COLORS = 64
+RUN = ROOT / "build" / "small"
+MODEL = "--preset cpu --layers 2 --hidden 64 --intermediate 64 --num-experts 8 --threads 1 --val-every 30"
+TRAIN = f"{MODEL} --data moe_aiter --steps 200 --out build/small", "--steps 300 --resume build/small"
+REPORTS = {  # name -> runs in one page; a picture of its first plot
+    "loss": ("moe", "dense"),
+    "loss_fp8": ("gpu-bfloat16", "gpu-e4m3", "gpu-e4m3_all"),
+}
+TOP = "[0, 0, innerWidth, 2020]"  # x, y, width and height
+PLOT = "Object.values(document.querySelector('figure').getBoundingClientRect().toJSON()).slice(0, 4)"
+NO_BUTTONS = "document.querySelectorAll('.modebar-container').forEach(each => each.remove())"
+COLORS = 256
 
 
 def main() -> int:
@@ -50,11 +58,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         browser = Browser(program, folder, args.axe and args.axe.read_text())
         try:
-            pages = site_pages(args.site) if args.site else {"report": train(pathlib.Path(folder) / "small")}
+            pages = (
+                site_pages(args.site) if args.site else {"report": train()} | reports(pathlib.Path(folder))
+            )
             for name, page in pages.items():
                 problems += take_all(browser, page, str(args.out / name), switch=args.site is None)
-            if args.site is None:
-                draw_top(browser, pages["report"], ROOT / "docs" / "report.png")
+            for name in pages if args.site is None else ():
+                draw(browser, pages[name], ROOT / "docs" / f"{name}.png", TOP if name == "report" else PLOT)
         finally:
             browser.close()
     print("\n".join(problems) or f"pictures in {args.out}")
@@ -67,11 +77,24 @@ def site_pages(site: pathlib.Path) -> dict[str, pathlib.Path]:
     return {"_".join(page.relative_to(site).parent.parts) or "Start": page for page in pages}
 
 
-def train(run: pathlib.Path) -> pathlib.Path:
-    """Train for less than a minute; return the report."""
-    command = [sys.executable, "-m", "moe_aiter.cli", "train"]
-    subprocess.run([*command, *RUN.split(), "--out", run], cwd=ROOT, check=True)
-    return run / "report.html"
+def train() -> pathlib.Path:
+    """Train for less than a minute, with a pause; return the report."""
+    shutil.rmtree(RUN, ignore_errors=True)
+    for words in TRAIN:
+        moe_aiter("train", *words.split())
+    return RUN / "report.html"
+
+
+def reports(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Write the pages about the runs in docs/runs."""
+    pages = {name: folder / f"{name}.html" for name in REPORTS}
+    for name, page in pages.items():
+        moe_aiter("report", *(f"docs/runs/{run}" for run in REPORTS[name]), "--out", str(page))
+    return pages
+
+
+def moe_aiter(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "moe_aiter.cli", *words], cwd=ROOT, check=True)
 
 
 def take_all(browser: "Browser", page: pathlib.Path, name: str, switch: bool) -> list[str]:
@@ -90,11 +113,13 @@ def take_all(browser: "Browser", page: pathlib.Path, name: str, switch: bool) ->
     return problems
 
 
-def draw_top(browser: "Browser", page: pathlib.Path, picture: pathlib.Path) -> None:
+def draw(browser: "Browser", page: pathlib.Path, picture: pathlib.Path, part: str) -> None:
+    """Draw a part of the page, which the script `part` gives, for the documentation."""
     from PIL import Image
 
-    browser.open(page, *TOP, "light")
-    browser.look(picture, TOP[1])
+    browser.open(page, 1040, 900, "light")
+    browser.evaluate(NO_BUTTONS)
+    browser.look(picture, part, scale=1.5)
     Image.open(picture).quantize(COLORS).save(picture, optimize=True)
 
 
@@ -176,12 +201,12 @@ class Browser:
         self.evaluate(SETTLED)
         return [text for event in self.events if (text := problem(event))]
 
-    def look(self, picture: pathlib.Path, height: int | None = None) -> list[str]:
-        """Take a picture of the page, or of its top; return what is wrong with it."""
-        wide, high = self.evaluate(SIZE)
-        clip = {"x": 0, "y": 0, "width": self.width, "height": height or high, "scale": 1}
+    def look(self, picture: pathlib.Path, part: str = WHOLE, scale: float = 1) -> list[str]:
+        """Take a picture of a part of the page; return what is wrong with the page."""
+        clip = dict(zip(("x", "y", "width", "height"), self.evaluate(part), strict=True)) | {"scale": scale}
         taken = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         picture.write_bytes(base64.b64decode(taken["data"]))
+        wide = self.evaluate(WIDTH)
         problems = [f"the page is {wide} px wide"] if wide > self.width else []
         if self.axe:
             self.evaluate(self.axe)

@@ -9,7 +9,7 @@ from .metrics import damaged, is_number
 
 COLOURS = "#3b82f6", "#e8590c", "#2f9e44", "#9c5bd6", "#d6336c", "#0c8599"  # on white and on black
 SCALE = [[0, "#3b82f6"], [0.5, "#9c5bd6"], [1, "#e8590c"]]  # from the first layer to the last
-DEAD = "#d4a000"
+DEAD = "#ffd800"
 MOST_POINTS = 4000  # of a curve
 MOST_NAMES = 12  # in a legend or a box of values
 STEEP = "loss", "bits_per_byte"  # drawn without the first tenth, which would flatten the rest
