@@ -45,7 +45,9 @@ def smooth(values: list[float]) -> list[float]:
     reach = min(20, len(values) // 50)
     out = []
     for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - reach) : i + reach + 1] if not math.isnan(v)]
+        near = values[max(0, i - reach) : i + reach + 1]
+        if math.isnan(sum(near)):
+            near = [v for v in near if not math.isnan(v)]
         out.append(math.nan if math.isnan(value) else sum(near) / len(near))
     return out
 
@@ -65,8 +67,12 @@ def line(run: int, name: str, points: list[tuple[int, float]], **options):
     points = thin(points)
     steps, values = [step for step, _ in points], [None if math.isnan(v) else v for _, v in points]
     options = {"mode": "lines+markers" if len(points) == 1 else "lines"} | options
-    name = html.escape(name, quote=False)  # plotly reads tags
-    return need("plotly.graph_objects").Scatter(x=steps, y=values, name=name, meta=run, **options)
+    return need("plotly.graph_objects").Scatter(x=steps, y=values, name=plain(name), meta=run, **options)
+
+
+def plain(text: str) -> str:
+    """The text as it stands: plotly would read tags, a formula between $, and a place for a value after %."""
+    return html.escape(text, quote=False).replace("$", "&#36;").replace("%", "&#37;")
 
 
 def draw_curve(runs: list[Run], key: str, smoothed: bool = True):
@@ -119,7 +125,7 @@ def draw_layers(runs: list[Run], curves: list[list[tuple[int, list[float]]]], le
             look = {"line": {"width": 1.5, "color": shade}}
             if several:
                 look["line"]["color"] = COLOURS[number % len(COLOURS)]
-                look |= {"legendgroup": str(number), "text": html.escape(f"{run.name}, layer {layer}")}
+                look |= {"legendgroup": str(number), "text": plain(f"{run.name}, layer {layer}")}
                 look |= {"hovertemplate": "%{y}<extra>%{text}</extra>"}
             label, shown = (run.name, layer == 0) if several else (f"layer {layer}", layer in ends)
             points = [(step, values[layer]) for step, values in found]
@@ -135,7 +141,7 @@ def new_figure(lines: list):
         lines,
         {
             "height": 300, "margin": {"l": 50, "r": 10, "t": 30, "b": 40}, "xaxis": {"title": "step"},
-            "hovermode": "x unified" if few else "closest", "yaxis": {"automargin": True},
+            "hovermode": "x unified" if few else "closest",
             "legend": {"orientation": "h", "y": 1, "yanchor": "bottom"},
             "meta": {"log": min(values, default=0) > 0}, "template": "none",
         },
@@ -188,16 +194,17 @@ def draw_load_at_end(row: dict, end: float):
         x, y = zip(*crosses, strict=True)
         marker = {"symbol": "x", "color": "#000", "size": 7}
         figure.add_scatter(x=x, y=y, mode="markers", marker=marker, hoverinfo="skip", showlegend=False)
-    figure.update_xaxes(title={"text": "expert", "standoff": 8}, showgrid=False)
-    figure.update_yaxes(title="layer", showgrid=False, dtick=math.ceil(len(last) / 10))
-    return figure
+    sides = {"showgrid": False, "zeroline": False}
+    figure.update_xaxes(sides, title={"text": "expert", "standoff": 34}, range=[-0.5, most - 0.5])
+    rows = {"title": "layer", "range": [-0.5, len(last) - 0.5], "dtick": math.ceil(len(last) / 10)}
+    return figure.update_yaxes(sides | rows)
 
 
 def draw_load(run: int, rows: list[dict], end: float):
     """A map for each layer: experts upwards, steps to the right."""
     loads, steps = [ratios(row) for row in rows], [row["step"] for row in rows]
     layers = len(loads[0])
-    space = min(0.3 / layers, 0.05)
+    space = min(0.15 / layers, 0.05)
     figure = need("plotly.subplots").make_subplots(layers, shared_xaxes=True, vertical_spacing=space)
     for layer in range(layers):
         maps = heat(steps, [row[layer] for row in loads], f"step %{{x}}, layer {layer}, expert %{{y}}")
@@ -205,7 +212,7 @@ def draw_load(run: int, rows: list[dict], end: float):
             figure.add_trace(each.update(meta=run), layer + 1, 1)
         figure.update_yaxes(title=f"layer {layer}", row=layer + 1)
     figure.update_layout(load_layout(layers * 130, end))
-    figure.update_xaxes(showgrid=False).update_xaxes(title="step", row=layers)
+    figure.update_xaxes(showgrid=False).update_xaxes(title={"text": "step", "standoff": 34}, row=layers)
     return figure.update_yaxes(showgrid=False)
 
 
@@ -215,8 +222,8 @@ def load_layout(height: int, end: float) -> dict:
     bar = {"orientation": "h", "y": 1, "yanchor": "bottom", "thickness": 10, "tickvals": list(whole)}
     bar |= {"ticktext": text, "title": {"text": "load / mean", "side": "top"}, "len": 0.8}
     axis = {"cmin": -end, "cmax": end, "autocolorscale": True, "colorbar": bar}
-    margin = {"l": 50, "r": 10, "t": 60, "b": 40}
-    return {"height": height + 140, "margin": margin, "coloraxis": axis, "template": "none"}
+    margin = {"l": 60, "r": 10, "t": 90, "b": 55, "autoexpand": False}
+    return {"height": height + 145, "margin": margin, "coloraxis": axis, "template": "none"}
 
 
 def add_arguments(parser) -> None:

@@ -11,11 +11,11 @@ function template() {
   const [text, back, line, middle] = dark.matches
     ? ["#e4e7eb", "#14171b", "#3a414a", "#2a2f36"]
     : ["#1b1f24", "#ffffff", "#d5d9de", "#f2f2f2"];
-  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line };
   const map = [[0, "#3b82f6"], [0.5, middle], [1, "#e8590c"]];
   return { layout: {
     paper_bgcolor: back, plot_bgcolor: back, font: { color: text, family: "system-ui, sans-serif", size: 12 },
-    xaxis: axis, yaxis: axis, colorscale: { diverging: map }, hoverlabel: { bgcolor: back, font: { color: text }, namelength: -1 },
+    xaxis: axis, yaxis: { ...axis, automargin: true }, colorscale: { diverging: map }, hoverlabel: { bgcolor: back, font: { color: text }, namelength: -1 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: text, activecolor: text },
   } };
 }

@@ -136,7 +136,7 @@ def test_text_of_a_run_is_text(tmp_path):
     assert shown.tags.isdisjoint({"b", "i"}) and shown.headings[0] == f"{name}, {evil}"
     assert ["<script>", evil, "–"] in shown.rows and ["commit", evil, "–"] in shown.rows
     labels = {trace["name"] for trace in shown.data["figures"][0]["data"]}
-    assert "&lt;b&gt;run&lt;/b&gt; &amp; $x" in labels and not any("<" in label for label in labels)
+    assert "&lt;b&gt;run&lt;/b&gt; &amp; &#36;x" in labels and not any("<" in label for label in labels)
 
 
 def test_the_header_says_where_and_how_a_run_was_made():
