@@ -1,6 +1,6 @@
 """Take pictures of web pages with Chromium, 1366 and 390 px wide, light and dark, and look for defects.
 
-    python docs/screenshots.py              # reports of runs, and the pictures of them in docs/
+    python docs/screenshots.py              # reports of runs, and docs/report.png, of the first
     python docs/screenshots.py --site site  # each page of the site that `make docs` writes
     npm pack axe-core && tar xf axe-core-*.tgz  # for --axe package/axe.min.js, which looks at accessibility
 
@@ -32,12 +32,11 @@ AXE = """axe.run().then(found => found.violations.map(
 RUN = ROOT / "build" / "small"
 MODEL = "--preset cpu --layers 2 --hidden 64 --intermediate 64 --num-experts 8 --threads 1 --val-every 30"
 TRAIN = f"{MODEL} --data moe_aiter --steps 200 --out build/small", "--steps 300 --resume build/small"
-REPORTS = {  # name -> runs in one page; a picture of its first plot
+REPORTS = {  # name -> runs in one page
     "loss": ("moe", "dense"),
     "loss_fp8": ("gpu-bfloat16", "gpu-e4m3", "gpu-e4m3_all"),
 }
 TOP = "[0, 0, innerWidth, 2020]"  # x, y, width and height
-PLOT = "Object.values(document.querySelector('figure').getBoundingClientRect().toJSON()).slice(0, 4)"
 NO_BUTTONS = "document.querySelectorAll('.modebar-container').forEach(each => each.remove())"
 COLORS = 256
 
@@ -63,8 +62,8 @@ def main() -> int:
             )
             for name, page in pages.items():
                 problems += take_all(browser, page, str(args.out / name), switch=args.site is None)
-            for name in pages if args.site is None else ():
-                draw(browser, pages[name], ROOT / "docs" / f"{name}.png", TOP if name == "report" else PLOT)
+            if args.site is None:
+                draw(browser, pages["report"], ROOT / "docs" / "report.png")
         finally:
             browser.close()
     print("\n".join(problems) or f"pictures in {args.out}")
@@ -113,13 +112,13 @@ def take_all(browser: "Browser", page: pathlib.Path, name: str, switch: bool) ->
     return problems
 
 
-def draw(browser: "Browser", page: pathlib.Path, picture: pathlib.Path, part: str) -> None:
-    """Draw a part of the page, which the script `part` gives, for the documentation."""
+def draw(browser: "Browser", page: pathlib.Path, picture: pathlib.Path) -> None:
+    """Draw the top of the page for the documentation."""
     from PIL import Image
 
     browser.open(page, 1040, 900, "light")
     browser.evaluate(NO_BUTTONS)
-    browser.look(picture, part, scale=1.5)
+    browser.look(picture, TOP, scale=1.5)
     Image.open(picture).quantize(COLORS).save(picture, optimize=True)
 
 
