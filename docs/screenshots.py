@@ -25,6 +25,7 @@ WIDTHS = {1366: 900, 390: 844}  # a desktop and a phone, and their heights
 SCHEMES = "light", "dark"
 LOCAL = "file:", "data:", "blob:", "about:", "chrome:"
 SETTLED = "new Promise(done => setTimeout(done, 700))"  # fonts, and plots that resize
+FORGET = "localStorage.clear()"  # the site's theme keeps the scheme of the first page there
 WIDTH = "document.documentElement.scrollWidth"
 WHOLE = "[0, 0, document.documentElement.clientWidth, document.documentElement.scrollHeight]"
 AXE = """axe.run().then(found => found.violations.map(
@@ -104,9 +105,10 @@ def take_all(browser: "Browser", page: pathlib.Path, name: str, switch: bool) ->
     problems = []
     for width, height in WIDTHS.items():
         for scheme in SCHEMES:
-            first = SCHEMES[scheme == "light"] if switch else scheme
-            found = browser.open(page, width, height, first)
-            browser.set_scheme(scheme)
+            found = browser.open(page, width, height, SCHEMES[scheme == "light"] if switch else scheme)
+            if switch:
+                browser.set_scheme(scheme)
+                browser.evaluate(SETTLED)
             found += browser.look(pathlib.Path(f"{name}_{width}_{scheme}.png"))
             problems += [f"{name} at {width} px, {scheme}: {problem}" for problem in found]
     return problems
@@ -148,6 +150,7 @@ class Browser:
         self.session = {"sessionId": session}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=FORGET)
 
     def close(self) -> None:
         self.session = {}
@@ -185,7 +188,6 @@ class Browser:
     def set_scheme(self, scheme: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.evaluate(SETTLED)
 
     def open(self, page: pathlib.Path, width: int, height: int, scheme: str) -> list[str]:
         """Load the page in a window of this size; return what it writes to the console, and its requests."""
