@@ -38,6 +38,11 @@ FP8 = "layer: moe_aiter MoE, FP8 (e4m3)"
 HF_LAYER, HF_EXPERTS = "layer: Hugging Face Qwen3-MoE, grouped_mm", "Hugging Face experts, grouped_mm"
 OURS = "moe_aiter"
 OF_SHAPES = {"C": "Qwen3-30B-A3B", "D": "Mixtral 8x7B", "E": "OLMoE-1B-7B"}  # shape of `bench layer` -> model
+DTYPE = "bfloat16"
+GAIN_LESS = """\
+The chart shows the experts of one layer. Whole models gain less, because attention, embeddings and the
+optimizer take time too.
+"""
 SETTING = "device", "dtype", "layers", "tokens", "date", "commit"
 
 
@@ -79,7 +84,8 @@ def gains_of_models(source: pathlib.Path) -> list[Gain]:
     """
     found, sizes = [], {}
     with reading(source):
-        for (_, model), rows in grouped(rows_of(source), lambda r: (r["device"], r["model"])):
+        shown = [r for r in rows_of(source) if r["dtype"] == DTYPE]
+        for (_, model), rows in grouped(shown, lambda r: (r["device"], r["model"])):
             first = sizes.setdefault(rows[0]["checkpoint"], model)
             runs = [run for run in timed(rows) if HF_EXPERTS in run]
             ours = [name for run in runs[-1:] for name in run if name.startswith("moe_aiter experts, ")]
@@ -88,13 +94,18 @@ def gains_of_models(source: pathlib.Path) -> list[Gain]:
     return sorted(found, key=lambda gain: gain.model.casefold())
 
 
+def usual(rows: list[dict]) -> list[dict]:
+    """The rows of layers that the page compares: other dtypes and routings have pages of their own."""
+    return [r for r in rows if r["dtype"] == DTYPE and r["routing"] in ("", "normal")]
+
+
 def gains_of_layers(rows: list[dict]) -> list[Gain]:
     """For each device and model the last run of whole layers that measured ours and most of the others.
 
     Where no other code ran beside our layer, a run of our layer in a CUDA graph follows, if others ran there.
     """
     found = []
-    rows = [r for r in rows if r["shape"] in OF_SHAPES and r["routing"] in ("", "normal")]
+    rows = [r for r in usual(rows) if r["shape"] in OF_SHAPES]
     for (_, shape), part in grouped(rows, lambda r: (r["device"], r["shape"])):
         for ours, what in ((LAYER, "layer"), (GRAPH, "layer, graph")):
             runs = [run for run in timed(part) if ours in run]
@@ -118,7 +129,7 @@ def example(gains: list[Gain]) -> str:
     ]
     rows = [{name: value for name, value in row.items() if value} for row in rows]
     line = f"{gain.ours['shape']}: {compared(*rows)}"
-    where = f"the shape {gain.ours['shape']}, a layer of {gain.model}, on an {short_name(gain.device)}"
+    where = f"the shape {gain.ours['shape']}, a layer of {gain.model}, on {on(gain.ours)}"
     return f"For {where}:\n\n    {line}\n"
 
 
@@ -138,22 +149,23 @@ def pairs(rows: list[dict]) -> list[tuple[dict, dict]]:
 
 
 def whole_table(source: pathlib.Path) -> str:
-    """The last run as a table; "" without one."""
-    runs = whole_models(source)
-    if not runs:
-        return ""
+    """The last run of each device as a table; "" without one."""
+    last = {run[0][0]["device"]: run for run in whole_models(source)}
     with reading(source):
-        table = [["model", *HEAD]]
-        for ours, theirs in runs[-1]:
-            speeds, peaks = ([r[name] for r in (ours, theirs)] for name in ("tokens_per_s", "peak_gib"))
-            times = float(speeds[0]) / float(speeds[1])
-            table.append([ours["model"], *speeds, f"{times:.2f}", *map(written, peaks)])
-        device, dtype, layers, tokens, *_ = (runs[-1][0][0][name] for name in SETTING)
-        return (
-            f"A training step of whole models in transformers with AdamW, {layers} layers of the published "
-            f"widths, {tokens} tokens, one {device}, {dtype} "
-            f"({versions([r for pair in runs[-1] for r in pair])}):\n\n{markdown(table)}"
-        )
+        return "\n".join([GAIN_LESS, *map(whole_run, last.values())]) if last else ""
+
+
+def whole_run(run: list[tuple[dict, dict]]) -> str:
+    table = [["model", *HEAD]]
+    for ours, theirs in run:
+        speeds, peaks = ([r[name] for r in (ours, theirs)] for name in ("tokens_per_s", "peak_gib"))
+        times = float(speeds[0]) / float(speeds[1])
+        table.append([ours["model"], *speeds, f"{times:.2f}", *map(written, peaks)])
+    device, dtype, layers, tokens, *_ = (run[0][0][name] for name in SETTING)
+    return (
+        f"A training step in transformers with AdamW, {layers} layers of the published widths, {tokens} "
+        f"tokens, one {device}, {dtype} ({versions([r for pair in run for r in pair])}):\n\n{markdown(table)}"
+    )
 
 
 def speed_table(gains: list[Gain], whole: list[list[tuple[dict, dict]]]) -> str:
@@ -167,7 +179,7 @@ def speed_table(gains: list[Gain], whole: list[list[tuple[dict, dict]]]) -> str:
         row = [g.model, short_name(g.device), f"{g.what}, {g.ours['tokens']}", milliseconds(g.ours)]
         row += [milliseconds(g.theirs), other(g.other), f"{g.times:.1f}" if g.theirs else "–"]
         row.append(f"{gigabytes(g.ours)} / {gigabytes(g.theirs)}")
-        table.append([*row, speeds.get((plain(g.model), g.device), "–") if g.what == "experts" else "–"])
+        table.append([*row, speeds.pop((plain(g.model), g.device), "–")])
     return f"{unmeasured(gains)}{markdown(table)}\n{' '.join(sources(gains))}\n"
 
 
@@ -176,7 +188,8 @@ def unmeasured(gains: list[Gain]) -> str:
     beside = {short_name(g.device) for g in gains if g.theirs}
     alone = [name for name in dict.fromkeys(short_name(g.device) for g in gains) if name not in beside]
     text = (
-        "On an {}, Hugging Face's code has not been measured beside ours: [measure it](#not-in-the-list).\n\n"
+        "On one {}, Hugging Face's code has not been measured beside ours: "
+        "[measure it](#not-in-the-list).\n\n"
     )
     return "".join(text.format(name) for name in alone)
 
@@ -215,7 +228,7 @@ def gigabytes(row: dict | None) -> str:
 
 def slower(rows: list[dict], gains: list[Gain]) -> str:
     """A list of where ours gains least or loses, with figures that the results decide."""
-    rows = [r for r in rows if r["dtype"] == "bfloat16" and r["routing"] in ("", "normal")]
+    rows = usual(rows)
     lines = [few_tokens(rows), small_models(gains), small_in_fp8(rows), on_a_cpu(rows)]
     return "".join(f"* {line}\n" for line in lines if line)
 
@@ -240,9 +253,14 @@ def few_tokens(rows: list[dict]) -> str:
     *_, run, gain = max(lost)
     return (
         f"**Few tokens.** The host needs longer to launch the kernels than the GPU to run them. With "
-        f"{sizes(gain.ours)}, a step takes {in_words(gain.ours)} with ours and {in_words(gain.other)} with "
+        f"{sizes(gain.ours)} on {on(gain.ours)}, a step takes {in_words(gain.ours)} with ours "
+        f"and {in_words(gain.other)} with "
         f"{gain.other['contender']}. In a CUDA graph, ours takes {in_words(run[GRAPH])}."
     )
+
+
+def on(row: dict) -> str:
+    return f"one {short_name(row['device'])}"
 
 
 def small_in_fp8(rows: list[dict]) -> str:
@@ -255,13 +273,14 @@ def small_in_fp8(rows: list[dict]) -> str:
         return ""
     shown = sorted(lost, key=lambda run: int(run[LAYER]["intermediate"]))
     said = [
-        f"{in_words(run[FP8])} instead of {in_words(run[LAYER])} with {sizes(run[LAYER])}" for run in shown
+        f"{in_words(run[FP8])}, in bfloat16 {in_words(run[LAYER])}, with {sizes(run[LAYER])}" for run in shown
     ]
     least = min(int(run[LAYER]["intermediate"]) for run in won) if won else 0
     gain = max((sustained(run[LAYER]) / sustained(run[FP8]) for run in won), default=0)
     better = f" FP8 is faster for {len(won)} of {len(runs)} shapes, up to {gain:.2f} times" if won else ""
-    return f"**FP8 with small experts or few tokens.** A step takes {', and '.join(said)}." + (
-        f"{better}; their experts are at least {least} wide." if won else ""
+    return (
+        f"**FP8 with small experts or few tokens.** On {on(shown[0][LAYER])}, a step takes in FP8 "
+        f"{'; '.join(said)}." + (f"{better}; their experts are at least {least} wide." if won else "")
     )
 
 
@@ -269,10 +288,11 @@ def small_models(gains: list[Gain]) -> str:
     """The models of the chart for which other code is faster than ours."""
     lost = [g for g in gains if g.other and sustained(g.other) < sustained(g.ours)]
     said = (
-        f"{g.model} {in_words(g.ours)} instead of {in_words(g.other)} with {g.other['contender']}"
+        f"{g.model} on {on(g.ours)} {in_words(g.ours)} instead of {in_words(g.other)} "
+        f"with {g.other['contender']}"
         for g in lost
     )
-    return f"**Small experts,** for the same reason: {'; '.join(said)}." if lost else ""
+    return f"**Small experts.** A step takes for {'; '.join(said)}." if lost else ""
 
 
 def on_a_cpu(rows: list[dict]) -> str:

@@ -30,7 +30,7 @@ def reading(source: pathlib.Path) -> Iterator[None]:
         yield
     except Damaged:  # of another file
         raise
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, csv.Error) as error:
         raise Damaged(f"{source} is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -99,6 +99,12 @@ def test_figures_of_one_run_are_compared(tmp_path):
     assert gain.times == 3 and gain.other["contender"] == TORCH
 
 
+def test_other_dtypes_are_not_compared(tmp_path):
+    other = [row | {"dtype": "float32", "step_ms": 90} for row in rows_of("one")]
+    (gain,) = gains_of([*rows_of("one"), *other, *rows_of("one", dtype="float32", commit="two")], tmp_path)
+    assert gain.times == 5 and gain.ours["dtype"] == "bfloat16"
+
+
 def test_a_gain_is_that_of_the_longer_time(tmp_path):
     rows = list(rows_of("one"))
     rows[0]["step_host_ms"] = 4

@@ -2,7 +2,7 @@
 
 from benchmarks import speed, tables
 from benchmarks.speed import FP8, GRAPH, HF_LAYER, LAYER
-from moe_aiter.bench import layer
+from moe_aiter.bench import layer, measure
 from moe_aiter.bench.problem import SHAPES
 
 TORCH = "torch grouped_mm, compiled"
@@ -47,6 +47,14 @@ def test_a_row_is_of_one_run():
     assert "commit one, 2026-11-27." in note
 
 
+def test_other_dtypes_are_of_no_row():
+    """Not even of a row of the same run, nor as a newer run."""
+    usual = list(rows("C", ours=(9, 1), hf=(30, 2)))
+    other = [row | {"dtype": "float32"} for row in rows("C", ours=(90, 1), hf=(300, 2), torch=(1, 1))]
+    newer = [row | {"commit": "two"} for row in other]
+    assert table([*usual, *other, *newer]) == table(usual)
+
+
 def test_the_longer_time_counts_and_the_gpu_s_is_in_brackets():
     (line,), _ = table(list(rows("E", ours=(1, 2), hf=(3, 5), torch=(1, 4))))
     assert "| 2 (1) | 5 (3) | 4 (1) compiled | 2.5 |" in line
@@ -55,7 +63,7 @@ def test_the_longer_time_counts_and_the_gpu_s_is_in_brackets():
 def test_without_hugging_face_there_is_a_dash_and_a_sentence():
     lines, note = table(list(rows("D", graph=(8, 1), sonic=(9, 1))))
     assert lines == ["| Mixtral 8x7B | H100 | layer, graph, 16384 | 8 | – | 9 SonicMoE | – | – / – | – |"]
-    assert note.startswith("On an H100, Hugging Face's code has not been measured beside ours")
+    assert note.startswith("On one H100, Hugging Face's code has not been measured beside ours")
     assert note.endswith("SonicMoE 1 ran on torch 2 with QuACK 0.4.1.")
     lines, _ = table([*rows("D", ours=(8, 1)), *rows("D", commit="two", graph=(8, 1), sonic=(9, 1))])
     assert [line.split(" | ")[2] for line in lines] == ["layer, 16384", "layer, graph, 16384"]
@@ -66,12 +74,34 @@ def test_other_shapes_and_routings_are_no_models():
     assert not speed.gains_of_layers([*rows("A", ours=(1, 1), hf=(2, 1)), *skewed])
 
 
-def test_a_whole_model_stands_in_the_row_of_its_experts():
+def test_a_whole_model_stands_in_one_row_of_the_model():
+    """In that of its experts, if there is one."""
     (gain,) = speed.gains_of_layers(list(rows("C", ours=(1, 1), hf=(2, 1))))
     whole = [{"model": "Qwen3-30B-A3B", "device": gain.device, "tokens_per_s": n} for n in ("50", "40")]
     experts = speed.Gain(gain.model, "experts", gain.ours, gain.theirs, None)
-    assert "| 50 / 40 |" in speed.speed_table([experts], [[whole]])
-    assert "50 / 40" not in speed.speed_table([gain], [[whole]])
+    for gains in ([gain], [experts], [gain, experts]):
+        lines = speed.speed_table(gains, [[whole]]).splitlines()
+        (line,) = (line for line in lines if "| 50 / 40 |" in line)
+        assert ("experts" in line) == (experts in gains)
+
+
+def test_the_table_of_whole_models_has_the_last_run_of_each_device(tmp_path):
+    fields = [*speed.SETTING, "training", "model", "contender", "tokens_per_s", "peak_gib", "torch", "triton"]
+    cells = {
+        "dtype": "bfloat16",
+        "layers": 4,
+        "tokens": 64,
+        "training": "full",
+        "model": "one",
+        "peak_gib": 3,
+    }
+    for device, commit, times in (("H7", "old", 2), ("H7", "new", 3), ("H8", "new", 4)):
+        for contender, speed_of in ((speed.OURS, 10 * times), ("grouped_mm", 10)):
+            row = cells | {"device": device, "commit": commit, "date": "2026-01-01", "contender": contender}
+            measure.append(tmp_path / "whole_model.csv", [row | {"tokens_per_s": speed_of}], fields)
+    text = speed.whole_table(tmp_path / "whole_model.csv")
+    assert "one H7" in text and "one H8" in text and "| 3.00 |" in text and "| 4.00 |" in text
+    assert "| 2.00 |" not in text and text.count(speed.GAIN_LESS) == 1
 
 
 def test_what_is_slower():
@@ -82,7 +112,9 @@ def test_what_is_slower():
         f"takes 5 ms (the GPU 1 ms) with ours and 3 ms (the GPU 2 ms) with {TORCH}. "
         "In a CUDA graph, ours takes 1 ms." in text
     )
-    assert "A step takes 3 ms instead of 2 ms with T, H, I, E, k = 24576, 1536, 256, 128, 8." in text
+    assert (
+        "On one H100, a step takes in FP8 3 ms, in bfloat16 2 ms, with T, H, I, E, k = 24576, 1536," in text
+    )
     assert "faster for 1 of 2 shapes, up to 1.50 times; their experts are at least 768 wide" in text
     assert "CPU." not in text
     assert not speed.slower(list(rows("A", ours=(1, 1), torch=(2, 3), graph=(1, 1), fp8=(1, 1))), [])
