@@ -95,7 +95,9 @@ def with_load(rows: list[dict]) -> list[dict]:
     for row in rows:
         load = row["load"]
         nested = isinstance(load, list) and all(isinstance(layer, list) and layer for layer in load)
-        if not nested or not all(is_number(n) and 0 <= n < math.inf for layer in load for n in layer):
+        if not nested or not all(
+            is_number(n) and (n == 0 or 1 <= n < math.inf) for layer in load for n in layer
+        ):
             raise damaged("load", row, "a list of counts for each layer")
         if not load or [len(layer) for layer in load] != [len(layer) for layer in rows[0]["load"]]:
             raise damaged("load", row, "of as many layers and experts as before")

@@ -249,7 +249,7 @@ def dead_text(row: dict) -> str:
 def x_axes(runs: list[Run]) -> tuple[list[str], list[dict]]:
     """Return the axes that all runs have, and for each run its tokens in a step, and its time by step."""
     tokens = [tokens_per_step(run.settings) for run in runs]
-    clocks = [numbers(run.rows, "seconds") for run in runs]
+    clocks = [[point for point in numbers(run.rows, "seconds") if math.isfinite(point[1])] for run in runs]
     whole = max((value for clock in clocks for _, value in clock), default=0)
     unit, seconds = next(((u, s) for u, s in UNITS.items() if whole >= 2 * s), ("seconds", 1))
     axes = ["step"] + ["tokens"] * all(tokens) + [unit] * all(clocks)
@@ -337,7 +337,7 @@ def cell(value) -> str:
 def document(title: str, out: Page, clocks: list[dict]) -> str:
     """The whole file: styles, plotly, the page, its figures as JSON, and the script that draws them."""
     figures = ",".join(figure.to_json() for figure in out.figures)
-    data = f'{{"runs":{json.dumps(clocks)},"figures":[{figures}]}}'.replace("<", "\\u003c")
+    data = f'{{"runs":{json.dumps(clocks, allow_nan=False)},"figures":[{figures}]}}'.replace("<", "\\u003c")
     style, script = (read_text(HERE / name, HERE) for name in ("report.css", "report.js"))
     lines = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',

@@ -7,12 +7,14 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
 from moe_aiter.files import drafted, version
 
+from . import UsageError
 from .metrics import read_metrics
 from .model import active_params
 from .trainer import Trainer
@@ -40,7 +42,11 @@ def note_start(trainer: Trainer) -> None:
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "active_parameters": active_params(trainer.model, trainer.config),
     }
-    rows = read_starts(trainer.run)
+    try:
+        rows = read_starts(trainer.run)
+    except UsageError as error:  # training does not need the file
+        warnings.warn(f"{error}: {STARTS} begins anew", stacklevel=2)
+        rows = []
     with drafted(trainer.run / STARTS) as file:
         file.writelines(json.dumps(each) + "\n" for each in [*rows, row])
 

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import os
 import pathlib
 import re
@@ -183,6 +184,15 @@ def test_the_choices_of_x_are_those_that_all_runs_have():
     assert choices(whole, Run("short", [{"step": 1, "loss": 2.0}])) == ["step"]
 
 
+@pytest.mark.parametrize("time", [math.nan, math.inf])
+def test_a_time_that_is_no_number_is_a_gap(time):
+    text = page(
+        [Run("run", [*rows(), {"step": 7, "loss": 1.0, "seconds": time}], {"batch": 2, "sequence": 8})]
+    )
+    assert [step for step, _ in Page(text).data["runs"][0]["times"]] == [1, 2, 3, 4, 5, 6]
+    assert not re.search("NaN|Infinity", text.partition('id="data">')[2].partition("</script>")[0])
+
+
 @pytest.mark.full
 def test_several_runs_are_in_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -279,6 +289,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
         ({"load": [[1, 2, 3, 4]]}, "load of step 2 is not of as many layers and experts as before"),
         ({"load": [[1, 2], 3]}, "load of step 2 is not a list of counts for each layer"),
         ({"load": [[1, 2, 3, -4]] * 2}, "load of step 2 is not a list of counts for each layer"),
+        ({"load": [[1e-320, 0, 0, 0]] * 2}, "load of step 2 is not a list of counts for each layer"),
         ({"lr": 10**400}, "lr of step 2 is not a number"),
         ({"entropy": [0.5, 10**400]}, "entropy of step 2 is not a list of numbers"),
         ({"load": [[10**400, 2, 3, 4]] * 2}, "load of step 2 is not a list of counts for each layer"),

@@ -111,7 +111,8 @@ def test_a_run_leaves_everything_and_learns(capsys):
     assert json.loads((run / "config.json").read_text())["steps"] == 60
 
 
-def test_each_start_is_noted():
+def test_each_start_is_noted(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moe-aiter", "train", "--out", "run"])
     assert train(*arguments("--out", "run", "--steps", "4")) == 0
     assert train("--resume", "run", "--steps", "6") == 0
     assert train("--resume", "run") == 0  # nothing left to train
@@ -120,8 +121,16 @@ def test_each_start_is_noted():
     assert datetime.datetime.fromisoformat(first["date"]) <= datetime.datetime.fromisoformat(second["date"])
     assert first["parameters"] > first["active_parameters"] > 1000 and first["processes"] == 1
     assert first["versions"]["torch"] == torch.__version__ and first["host_cpus"] == os.cpu_count()
-    assert first["command"].startswith("moe-aiter ") and first["device"].startswith("CPU")
+    assert first["command"] == "moe-aiter train --out run" and first["device"].startswith("CPU")
     assert first["commit"] is None or len(first["commit"].removesuffix("-dirty")) == 40
+
+
+def test_damaged_starts_do_not_stop_a_resume():
+    assert train(*arguments("--out", "run", "--steps", "2")) == 0
+    Path("run/starts.jsonl").write_text('{bad\n{"step": 0}\n')
+    with pytest.warns(UserWarning, match="starts.jsonl begins anew"):
+        assert train("--resume", "run", "--steps", "4") == 0
+    assert [row["step"] for row in read_starts(Path("run"))] == [2]
 
 
 @pytest.mark.full
