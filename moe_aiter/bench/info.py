@@ -29,6 +29,7 @@ TARGETS = {
     "sm_103": "B300", "sm_120": "RTX 50", "gfx942": "MI300", "gfx950": "MI350",
 }  # fmt: skip
 TOKENS = 8192
+MOST_NUMBERS = 2**58  # of a tensor, whose bytes torch counts in 63 bits
 INNER = "text_config", "thinker_config"  # entries of config.json that may have what config.json has not
 HIDDEN = "moe_latent_size", "hidden_size", "d_model"
 EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
@@ -122,7 +123,7 @@ def find_model(model: str, tokens: int | None) -> tuple[str, Shape]:
         try:
             rows = named_models([model])
         except ValueError as error:
-            text = "there is no such file or folder, and `moe-aiter bench models` has no such model"
+            text = "there is no such file or folder, and `moe-aiter bench models --list` has no such model"
             raise CheckpointError(shown(model), [text]) from error
         if len({row.cells["checkpoint"] for row in rows}) > 1:
             text = f"that could be {'; '.join(row.name for row in rows)}"
@@ -217,6 +218,10 @@ def complaints(shape: Shape, ranks: int = 1) -> list[str]:
         found.append(f"{ranks} ranks cannot share {shape.num_experts} experts")
     if shape.top_k > shape.num_experts:
         found.append(f"a token cannot go to {shape.top_k} of {shape.num_experts} experts")
+    if shape.num_experts * shape.hidden * shape.intermediate >= MOST_NUMBERS:
+        found.append(f"{shape.num_experts} experts of {shape.hidden} x {shape.intermediate} are too large")
+    if shape.num_tokens * shape.top_k * max(shape.hidden, shape.intermediate) >= MOST_NUMBERS:
+        found.append(f"{shape.num_tokens} tokens of such experts are too many")
     if shape.num_tokens * shape.top_k >= MOST_ROWS:
         found.append(
             f"{shape.num_tokens} tokens with {shape.top_k} experts each are {MOST_ROWS} rows or more"

@@ -166,7 +166,9 @@ def answer(rows: list[dict], rivals: Sequence[tuple[str, str]]) -> str:
     missing = [name for name, row in zip(rivals[0], pairs[0], strict=True) if not row]
     note = f"{' and '.join(map(repr, missing))} not measured (left out, not installed or refused)"
     pair = next((pair for pair in pairs if all(pair)), None)
-    return (compared(*pair) + f"; {note}" * bool(missing)) if pair else f"no comparison: {note}"
+    if not pair:
+        return f"no comparison: {note}"
+    return f"{pair[0]['contender']} is {compared(*pair)}; {note}" if missing else compared(*pair)
 
 
 def compared(ours: dict, theirs: dict) -> str:

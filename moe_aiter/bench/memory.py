@@ -45,6 +45,8 @@ def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, porta
         words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
         table.append((words, *(f"{n / MIB:.0f}" for n in (step.held(), *step.peaks()))))
     rows = [f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table]
+    if not recipes:
+        rows.append("no rows of fp8: these sizes, this dtype or this GPU would multiply in 16 bits")
     return [head, *figures(of_weights(shape, dtype, shape.num_experts)), "", *rows, NOTE]
 
 
@@ -98,6 +100,7 @@ class Step:
         self.saved_z = self.z if self.i.save_z else 0
         self.gate_up, self.down = i.gate_up.nbytes, i.down.nbytes
         self.scores, self.routing = T * E * SCALE, self.R * ROUTING + E * SCALE
+        self.kept_scores = self.scores if k == 1 else 0  # by the router
         # with 8-bit products: numbers of one byte, with scales
         by_columns = fp8 is not None and fp8.endswith(ALL)  # also of the rows, for the gradients of weights
         self.x8, self.a8, self.z8 = T * (H + SCALE), self.rows8(inner), self.rows8(shape.width)
@@ -106,7 +109,7 @@ class Step:
         self.block_rows = most_row_blocks(self.R, E) * ROW_BLOCK if by_columns else 0
         self.a_columns8, self.z_columns8 = self.block_rows * inner, self.block_rows * shape.width
         self.down_rows, self.up_rows = self.gathered(products(i), portable)
-        kept_scales = E * (shape.width + inner) * SCALE if fp8 in RECIPES[:2] and self.i.save_z else 0
+        kept_scales = E * (shape.width + inner) * SCALE if fp8 not in (None, BLOCK) and self.i.save_z else 0
         self.kept8 = kept_scales + (self.x8 if by_columns else 0)
 
     def rows8(self, columns: int) -> int:
@@ -124,7 +127,7 @@ class Step:
 
     def held(self) -> int:
         """Return what is kept between forward and backward: x, z, the routing, and parts of 8 bits."""
-        return self.x + self.saved_z + self.routing + self.kept8
+        return self.x + self.saved_z + self.routing + self.kept_scores + self.kept8
 
     def peaks(self) -> tuple[int, int]:
         """Return the most in forward and in backward, without weights and x, with output and gradients."""
@@ -142,7 +145,7 @@ class Step:
             forward = [self.a + max(x8 + self.gate_up8, self.a8), self.a8 + self.down8 + y]
             backward = self.backward_all(dx, peak) if self.block_rows else self.backward_rows(dx)
         base = self.x + self.routing + self.kept8
-        return base + self.saved_z + self.scores + max(forward), base + max(backward)
+        return base + self.saved_z + self.scores + max(forward), base + self.kept_scores + max(backward)
 
     def backward_rows(self, dx: int) -> list[int]:
         """The stages of backward where the gradients of the weights are not products of 8 bits."""

@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -70,17 +71,24 @@ def model_of(row: dict) -> Model:
     return Model(row["model"], tuple(row["families"].split()), shape, cells)
 
 
+def plain(checkpoint: str) -> str:
+    """Models that were trained further have the sizes of the base."""
+    return re.sub(r"-(base|instruct|chat|it|hf)$", "", checkpoint)
+
+
 def named_models(words: list[str] | None) -> list[Model]:
     """The models that the words name, in the table's order; all without words.
 
-    A word is a name, a checkpoint, or else a part of names, in any case.  Raises ValueError for one that
-    names no model.
+    A word is a name, a checkpoint with or without "-Base", or else a part of names, in any case.  Raises
+    ValueError for one that names no model.
     """
     chosen = set(models()) if words is None else set()
     for word in words or ():
         text = word.lower()
         exact = [m.name for m in models().values() if text == m.name.lower()]
-        of_checkpoint = [m.name for m in models().values() if text and text == m.cells["checkpoint"].lower()]
+        of_checkpoint = [
+            m.name for m in models().values() if text and plain(text) == plain(m.cells["checkpoint"].lower())
+        ]
         parts = [name for name in models() if text and text in name.lower()]
         if not (found := exact or of_checkpoint or parts):
             raise ValueError(f"--model: no name contains {word[:80]!r}; there are {'; '.join(models())}")

@@ -115,7 +115,7 @@ def test_results_have_every_recipe():
 @pytest.mark.parametrize(
     "fp8, recompute", [(None, "z"), *((fp8, how) for fp8 in RECIPES for how in ("none", "z"))]
 )
-@pytest.mark.parametrize("sizes", [(1024, 256, 128, 16, 4), (300, 512, 64, 8, 2)])
+@pytest.mark.parametrize("sizes", [(1024, 256, 128, 16, 4), (300, 512, 64, 8, 2), (512, 256, 64, 64, 1)])
 def test_held_is_what_autograd_saves(sizes, fp8, recompute, dtype):
     T, H, inner, E, k = sizes
     moe = MoE(H, inner, E, k, fp8=fp8, recompute=recompute, device="meta", dtype=dtype)
@@ -195,7 +195,7 @@ def test_portable_kernels_gather_rows(capsys):
     for target in ("sm_90", "sm_80"):
         assert cli.main([*ARGUMENTS, "--target", target]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith(f"MoE on {target}, ") and ("fp8" in lines[-3]) == (target == "sm_90")
+        assert lines[0].startswith(f"MoE on {target}, ") and ("fp8=" in lines[-3]) == (target == "sm_90")
         backward.append(next(int(line.split()[-1]) for line in lines if line.startswith("row_chunks=4")))
     assert backward[0] < backward[1]
 
@@ -204,7 +204,7 @@ def test_portable_kernels_gather_rows(capsys):
 def test_recipes_without_kernels_are_left_out(change, capsys):
     assert cli.main([*(ARGUMENTS if change[0] == "--dtype" else ARGUMENTS[:2]), *change]) == 0
     out = capsys.readouterr().out
-    assert "row_chunks=4" in out and "fp8" not in out
+    assert "row_chunks=4" in out and "fp8=" not in out and "no rows of fp8: " in out
 
 
 def test_sizes_of_a_model(tmp_path, capsys):
@@ -247,3 +247,15 @@ def test_sizes_are_whole_numbers(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["info", *words.split()])
     assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((8, 2, 2**31 - 1, 2**30, 8), f"{2**30} experts of 2 x {2**31 - 1} are too large"),
+        ((10**8, 2, 2**31 - 1, 128, 8), f"{10**8} tokens of such experts are too many"),
+    ],
+)
+def test_tensors_larger_than_torch_counts_are_refused(sizes, message, capsys):
+    assert cli.main(["info", "--memory", *map(str, sizes), "--dtype", "float32"]) == 2
+    assert message in capsys.readouterr().err

@@ -255,3 +255,10 @@ def test_names():
     for words in (["gpt-oss-20b", "nosuch"], [""]):
         with pytest.raises(ValueError, match=f"no name contains {words[-1]!r}"):
             models.named_models(words)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "qwen/qwen3-30b-a3b-instruct"]
+)
+def test_a_checkpoint_that_was_trained_further_has_the_sizes_of_its_base(name):
+    assert [model.name for model in models.named_models([name])] == ["Qwen3-30B-A3B"]
