@@ -87,9 +87,10 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
 
     try:
         if args.command == "info" and args.model is None and args.memory is None:
-            if args.target or args.tokens or args.dtype or args.ranks:
+            if args.target or args.tokens or args.dtype or args.ranks or args.layers:
                 text = (
-                    "--target needs --model or --memory, --tokens needs --model, --dtype and --ranks --memory"
+                    "--target needs --model or --memory, --tokens needs --model; "
+                    "--dtype, --ranks and --layers need --memory"
                 )
                 raise SettingError(text)
             return info()

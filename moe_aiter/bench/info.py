@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=memory.DTYPES, help=text)
     text = "with --memory: also what each of N ranks has, which share the experts"
     parser.add_argument("--ranks", type=count, metavar="N", help=text)
+    text = "with --memory: also what L such layers take in a training step"
+    parser.add_argument("--layers", type=count, metavar="L", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -86,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
             dtype = getattr(torch, args.dtype or memory.DTYPES[0])
             with tuning.tables_of((tiles_table(target),)):
                 lines = memory.report_lines(name, shape, dtype, target, why_portable(target))
+                if args.layers:
+                    lines += memory.lines_of_layers(shape, dtype, why_portable(target), args.layers)
             if args.ranks:
                 lines += memory.lines_of_ranks(shape, dtype, args.ranks)
         else:
@@ -103,8 +107,8 @@ def main(args: argparse.Namespace) -> int:
 
 def asked(args: argparse.Namespace) -> tuple[str, Shape]:
     """Return the name and the experts that the options ask for."""
-    if args.memory is None and (args.dtype or args.ranks):
-        raise SettingError("--dtype and --ranks need --memory")
+    if args.memory is None and (args.dtype or args.ranks or args.layers):
+        raise SettingError("--dtype, --ranks and --layers need --memory")
     if args.model is not None:
         if args.memory:
             raise SettingError("--memory takes its sizes from --model: leave the sizes or --model out")

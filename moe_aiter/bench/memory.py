@@ -39,15 +39,35 @@ def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, porta
     dtype_name = str(dtype).removeprefix("torch.")
     head = f"{name} on {target}, {dtype_name}, MiB: T, H, I, E, k = {shape}; {shape.activation}"
     table = [("one layer", "held", "forward", "backward")]
-    recipes = RECIPES if multiplies_8_bits(shape, dtype) and not portable else ()
-    for options in (*OPTIONS, *({"fp8": recipe} for recipe in recipes)):
-        step = Step(shape, dtype, portable=portable, **options)
-        words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
+    found = steps(shape, dtype, portable)
+    for words, step in found.items():
         table.append((words, *(f"{n / MIB:.0f}" for n in (step.held(), *step.peaks()))))
     rows = [f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table]
-    if not recipes:
+    if len(found) == len(OPTIONS):
         rows.append("no rows of fp8: these sizes, this dtype or this GPU would multiply in 16 bits")
     return [head, *figures(of_weights(shape, dtype, shape.num_experts)), "", *rows, NOTE]
+
+
+def steps(shape: Shape, dtype: torch.dtype, portable: str) -> dict[str, "Step"]:
+    """Return the step of each option, by the words that name it."""
+    recipes = RECIPES if multiplies_8_bits(shape, dtype) and not portable else ()
+    found = {}
+    for options in (*OPTIONS, *({"fp8": recipe} for recipe in recipes)):
+        words = ", ".join(f"{option}={value!r}" for option, value in options.items()) or "default"
+        found[words] = Step(shape, dtype, portable=portable, **options)
+    return found
+
+
+def lines_of_layers(shape: Shape, dtype: torch.dtype, portable: str, layers: int) -> list[str]:
+    """Return the most that so many layers take in a training step, by option."""
+    fixed, found = of_weights(shape, dtype, shape.num_experts), {}
+    for words, step in steps(shape, dtype, portable).items():
+        of_one = step.peaks()[1] - fixed["gradients"] - step.held() + step.x
+        found[words] = layers * (sum(fixed.values()) + step.held()) + of_one
+    head = (
+        f"a step of {layers} layers at most, with weights, gradients and AdamW; the rest of the model on top"
+    )
+    return ["", head, *figures(found)]
 
 
 def lines_of_ranks(shape: Shape, dtype: torch.dtype, ranks: int) -> list[str]:

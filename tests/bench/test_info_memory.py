@@ -232,8 +232,10 @@ FIVE = "--memory takes 5 sizes, T H I E k: tokens, hidden, intermediate, experts
         ("--memory 4 4 4 4 5", "MoE: a token cannot go to 5 of 4 experts"),
         ("--memory 2000000000 4 4 8 8", "MoE: 2000000000 tokens with 8 experts each are"),
         ("--memory 1 2 3 4 4 --model config.json", "--memory takes its sizes from --model: leave the"),
-        ("--model config.json --dtype float32", "--dtype and --ranks need --memory"),
-        ("--dtype float32", "--target needs --model or --memory, --tokens needs --model, --dtype"),
+        ("--model config.json --dtype float32", "--dtype, --ranks and --layers need --memory"),
+        ("--model config.json --layers 2", "--dtype, --ranks and --layers need --memory"),
+        ("--dtype float32", "--target needs --model or --memory, --tokens needs --model; --dtype"),
+        ("--layers 2", "--target needs --model or --memory, --tokens needs --model; --dtype"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words, message, capsys):
@@ -259,3 +261,16 @@ def test_sizes_are_whole_numbers(words, capsys):
 def test_tensors_larger_than_torch_counts_are_refused(sizes, message, capsys):
     assert cli.main(["info", "--memory", *map(str, sizes), "--dtype", "float32"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_layers_add_up(capsys):
+    """Each has its weights, gradients, states and what it holds; one is in backward, and x is there."""
+    shape = Shape(1024, 256, 512, 16, 4)
+    step, weights = Step(shape, torch.bfloat16), 2 * 16 * 256 * (3 * 512 + 1)
+    held, peak = step.held(), step.peaks()[1]
+    for layers in (1, 7):
+        assert cli.main(["info", "--memory", *map(str, shape.sizes), "--layers", str(layers)]) == 0
+        lines = capsys.readouterr().out.partition(f"a step of {layers} layers")[2].splitlines()
+        total = layers * (4 * weights + held) + peak - weights - held + 1024 * 256 * 2
+        assert lines[1].split() == ["default", f"{total / 2**20:.0f}"]
+        assert len(lines) == 1 + 4 + 3  # the head, options, recipes
