@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=memory.DTYPES, help=text)
     text = "with --memory: also what each of N ranks has, which share the experts"
     parser.add_argument("--ranks", type=count, metavar="N", help=text)
-    text = "with --memory: also what L such layers take in a training step"
+    text = "with --memory: also what L such layers take in forward and backward"
     parser.add_argument("--layers", type=count, metavar="L", help=text)
 
 
@@ -113,7 +113,9 @@ def asked(args: argparse.Namespace) -> tuple[str, Shape]:
         if args.memory:
             raise SettingError("--memory takes its sizes from --model: leave the sizes or --model out")
         return find_model(args.model, args.tokens)
-    if args.tokens or len(args.memory) != 5:
+    if args.tokens:
+        raise SettingError("--tokens needs --model: T is the first size of --memory")
+    if len(args.memory) != 5:
         raise SettingError("--memory takes 5 sizes, T H I E k: tokens, hidden, intermediate, experts, top-k")
     return "MoE", Shape(*args.memory)
 

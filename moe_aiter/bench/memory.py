@@ -65,7 +65,7 @@ def lines_of_layers(shape: Shape, dtype: torch.dtype, portable: str, layers: int
         of_one = step.peaks()[1] - fixed["gradients"] - step.held() + step.x
         found[words] = layers * (sum(fixed.values()) + step.held()) + of_one
     head = (
-        f"a step of {layers} layers at most, with weights, gradients and AdamW; the rest of the model on top"
+        f"forward and backward of {layers} layers at most with AdamW's states; the rest of the model on top"
     )
     return ["", head, *figures(found)]
 

@@ -227,7 +227,7 @@ FIVE = "--memory takes 5 sizes, T H I E k: tokens, hidden, intermediate, experts
     [
         ("--memory", FIVE),
         ("--memory 1 2 3", FIVE),
-        ("--memory 1 2 3 4 4 --tokens 9", FIVE),
+        ("--memory 1 2 3 4 4 --tokens 9", "--tokens needs --model: T is the first size of --memory"),
         ("--memory 4 4 4 4 2 --ranks 5", "MoE: 5 ranks cannot share 4 experts"),
         ("--memory 4 4 4 4 5", "MoE: a token cannot go to 5 of 4 experts"),
         ("--memory 2000000000 4 4 8 8", "MoE: 2000000000 tokens with 8 experts each are"),
@@ -270,7 +270,7 @@ def test_layers_add_up(capsys):
     held, peak = step.held(), step.peaks()[1]
     for layers in (1, 7):
         assert cli.main(["info", "--memory", *map(str, shape.sizes), "--layers", str(layers)]) == 0
-        lines = capsys.readouterr().out.partition(f"a step of {layers} layers")[2].splitlines()
+        lines = capsys.readouterr().out.partition(f"forward and backward of {layers} layers")[2].splitlines()
         total = layers * (4 * weights + held) + peak - weights - held + 1024 * 256 * 2
         assert lines[1].split() == ["default", f"{total / 2**20:.0f}"]
         assert len(lines) == 1 + 4 + 3  # the head, options, recipes
