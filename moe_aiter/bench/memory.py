@@ -14,7 +14,7 @@ from ..kernels.base.tile import column_slices
 from ..kernels.experts.fp8 import ALL, BLOCK
 from ..kernels.experts.inputs import MOST, row_bytes, row_bytes_fp8, slice_bytes
 from ..kernels.experts.tiers import PORTABLE, Product, meta_experts, products, tier
-from ..kernels.grouped.tgmm import slices_to_gather
+from ..kernels.grouped import tgmm
 from ..kernels.quantize.blocks import most_row_blocks
 from .problem import Shape
 
@@ -141,8 +141,7 @@ class Step:
         sizes = []
         for name in ("dW_down", "dW_up"):
             i, runs = found[name].inputs, tier(found[name], portable)
-            slices = slices_to_gather(i.x, i.y, len(i.group_sizes)) if runs.name == PORTABLE else []
-            sizes.append(max((n.stop - n.start for n in slices), default=0) * self.R * self.size)
+            sizes.append(gathered(i.x, i.y, len(i.group_sizes)) if runs.name == PORTABLE else 0)
         return tuple(sizes)
 
     def held(self) -> int:
@@ -196,6 +195,15 @@ class Step:
         """The columns of 8 bits that the gradient of a weight transposes at a time."""
         least = slice_bytes(self.i, MOST) // (self.R * self.size) * self.block_rows
         return widest(self.H, self.block_rows, max(room, least))
+
+
+def gathered(x: torch.Tensor, y: torch.Tensor, groups: int) -> int:
+    """The bytes of the rows of x that `tgmm.bind_gathered` gathers at a time; 0 if the product does."""
+    if not tgmm.gathers_first(x, y, groups):
+        return 0
+    (M, N), K, size = y.shape, x.shape[1], x.element_size()
+    least = M * size * -(-K // (tgmm.MOST * tgmm.BLOCK)) * tgmm.BLOCK
+    return widest(K, M * size, max((M * N + groups * K * N) * size // tgmm.SLACK, least))
 
 
 def widest(columns: int, column_bytes: int, most: int) -> int:

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from moe_aiter import MoE, cli, expert_mlp, use
+from moe_aiter.bench import memory
 from moe_aiter.bench.memory import MIB, RECIPES, Step
 from moe_aiter.bench.models import models
 from moe_aiter.bench.problem import Shape
 from moe_aiter.config import interpret
+from moe_aiter.kernels.grouped import tgmm
 from moe_aiter.routing.plan import make_plan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer.csv"
@@ -188,6 +190,23 @@ def test_the_page_shows_what_the_command_prints(capsys):
     page = (RESULTS.parents[2] / "docs" / "memory.md").read_text()
     table = page.partition("<!-- memory: begin -->\n")[2].partition("<!-- memory: end -->")[0].splitlines()
     assert table[2:] == [f"| {' | '.join(line.rsplit(maxsplit=3))} |" for line in lines]
+
+
+@pytest.mark.parametrize("sizes", [(4096, 2048, 1536, 8), (65536, 2880, 5760, 32), (300, 64, 96, 16)])
+def test_rows_are_gathered_as_the_kernel_does(sizes, monkeypatch):
+    """Of as many columns of x at a time."""
+    M, K, N, groups = sizes
+    x, y = (torch.empty(M, n, dtype=torch.bfloat16, device="meta") for n in (K, N))
+    counts, order = (torch.empty(n, dtype=torch.int32, device="meta") for n in (groups, M))
+
+    def stop(*asked):
+        raise StopIteration(asked)
+
+    expected = memory.gathered(x, y, groups)
+    monkeypatch.setattr(tgmm, "column_slices", stop)
+    with pytest.raises(StopIteration) as stopped:
+        tgmm.bind_gathered(x, y, counts, order, 1, (K * N, N, 1))
+    assert expected == memory.widest(*stopped.value.value) > 0
 
 
 def test_portable_kernels_gather_rows(capsys):

@@ -421,19 +421,6 @@ def gathers_first(x: Tensor, y: Tensor, groups: int) -> bool:
     return by_columns or y.shape[1] >= WIDE or len(y) <= FEW * groups
 
 
-def slices_to_gather(x: Tensor, y: Tensor, groups: int) -> list[slice]:
-    """Return the slices of columns of x whose rows are gathered before the product, one after the other.
-
-    None if the product gathers the rows itself.
-    """
-    if not gathers_first(x, y, groups):
-        return []
-    (M, N), K = y.shape, x.shape[1]
-    column_bytes = M * x.element_size()
-    most = (M * N + groups * K * N) * x.element_size() // SLACK
-    return column_slices(K, column_bytes, max(most, column_bytes * cdiv(K, MOST * BLOCK) * BLOCK))
-
-
 def bind_gathered(
     x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
     *, sums_of_y: bool = False, **options,
@@ -442,10 +429,14 @@ def bind_gathered(
 
     Where the rows of x are gathered first, that is done for a slice of their columns at a time.
     """
-    M, slices = len(y), slices_to_gather(x, y, len(group_sizes)) if order is not None else []
-    if not slices:
+    (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
+    if order is None or not gathers_first(x, y, G):
         how = {"gathers": order is not None, "top_k": top_k, "sums_of_y": sums_of_y}
         return bind_outer(x, y, group_sizes, out_strides, **how, **options)
+    column_bytes = M * x.element_size()
+    most = (M * N + G * K * N) * x.element_size() // SLACK
+    slices = column_slices(K, column_bytes, max(most, column_bytes * cdiv(K, MOST * BLOCK) * BLOCK))
+
     launches = {}
     for width in {n.stop - n.start for n in slices}:
         rows = torch.empty(M, width, dtype=x.dtype, device="meta")
