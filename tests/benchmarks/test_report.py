@@ -152,7 +152,7 @@ def test_the_drawings_are_those_of_their_code(tmp_path):
 
 
 def same(there, drawn, remedy):
-    """The two drawings are; those of another version of matplotlib may place their text elsewhere."""
+    """Assert that two drawings are equal; of two versions of matplotlib, that their words are."""
     if f"Matplotlib v{importlib.metadata.version('matplotlib')}," in there.read_text():
         assert there.read_text() == drawn.read_text(), remedy
     words = [re.findall(r">([^<>]+)</text>", path.read_text()) for path in (there, drawn)]
