@@ -23,6 +23,7 @@ OPS = tuple(
         "distributed.collective",
         "kernels.experts.split",
         "kernels.grouped.grouped_gemm",
+        "kernels.rows.lend",
         "kernels.sparse.gemm",
     )
 )

@@ -24,6 +24,7 @@ from moe_aiter.kernels.quantize.rows import (
     bind_quantize_rows,
     bind_quantize_rows_and_amax,
 )
+from moe_aiter.kernels.rows.lend import LendInputs, bind_lend, new_lend
 from moe_aiter.kernels.rows.merge import MergeInputs, bind_merge, new_merge
 from moe_aiter.kernels.rows.permute import (
     bind_permute,
@@ -45,6 +46,11 @@ def run_merge(dtype=torch.int32, num_experts=64, sources=4, last_first=True):
     plans = ints(sources, 32768, dtype=dtype), ints(sources, num_experts, dtype=dtype)
     i = MergeInputs(*plans, 8, 16, 16, 65536, last_first)
     bind_merge(i)(new_merge(i), i)
+
+
+def run_lend(dtype, ranks, num_experts, guests):
+    sizes = ints(ranks, num_experts, dtype=dtype)
+    run_new(bind_lend, new_lend, LendInputs(sizes, -(-num_experts // ranks), guests, 128, 2500))
 
 
 def run_sort(dtype, num_experts=E, tokens=4096):
@@ -311,6 +317,9 @@ ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 RUNS = {
     "merge": run_merge,
     "merge int64": lambda: run_merge(torch.int64, 256, last_first=False),
+    "lend": lambda: run_lend(torch.int32, 8, 256, 8),
+    "lend int64": lambda: run_lend(torch.int64, 3, 100, 33),
+    "lend among many": lambda: run_lend(torch.int32, 64, 512, 4),
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
     "sort by one expert": lambda: run_sort(torch.int64, 1),

@@ -192,6 +192,7 @@ SAMPLES = {
         d.dtype,
     ),
     "group_sum": lambda d: (d(R, N), SIZES, ORDER, 1, d.positive(R)),
+    "lend_rows": lambda d: (torch.tensor([[90, 5, 2], [80, 0, 9]]), 2, 2, 8, 8),
     "mask_bias": lambda d: (torch.arange(40).view(2, 1, 4, 5) % 3 > 0, d.dtype),
     "masked_gmm": lambda d: (d(E, T, N), d(E, T, H), d(E, N, H), SIZES.clamp(max=T), None, None, False),
     "mha_fwd": lambda d: (*(d(2, 5, 2, H) for _ in "qkv"), 0.0, 0.5, True, -1, -1, True, False, 0),

@@ -67,7 +67,7 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
         "8 bits: tests/kernels/experts/test_experts_fp8.py",
     ),
     **dict.fromkeys(
-        ("combine_tokens", "dispatch_tokens", "gmm_unpermute_add", "merge_plans"),
+        ("combine_tokens", "dispatch_tokens", "gmm_unpermute_add", "lend_rows", "merge_plans"),
         "several processes: tests/distributed",
     ),
     **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/grouped/test_tgmm_fp8.py"),
