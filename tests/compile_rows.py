@@ -42,9 +42,10 @@ E, TOP_K = 128, 8
 NATIVE = "sm_90", "sm_100", "gfx950"  # GPUs that multiply 8-bit floats; for others the reference quantizes
 
 
-def run_merge(dtype=torch.int32, num_experts=64, sources=4, last_first=True):
+def run_merge(dtype=torch.int32, num_experts=64, sources=4, last_first=True, guests=None):
     plans = ints(sources, 32768, dtype=dtype), ints(sources, num_experts, dtype=dtype)
-    i = MergeInputs(*plans, 8, 16, 16, 65536, last_first)
+    lent = () if guests is None else (ints(2, num_experts), guests)
+    i = MergeInputs(*plans, 8, 16, 16, 65536, last_first, *lent)
     bind_merge(i)(new_merge(i), i)
 
 
@@ -317,6 +318,10 @@ ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 RUNS = {
     "merge": run_merge,
     "merge int64": lambda: run_merge(torch.int64, 256, last_first=False),
+    "merge own": lambda: run_merge(guests=0),
+    "merge own, guests last": lambda: run_merge(guests=0, last_first=False),
+    "merge guests": lambda: run_merge(num_experts=256, guests=4),
+    "merge guests last": lambda: run_merge(guests=90, last_first=False),
     "lend": lambda: run_lend(torch.int32, 8, 256, 8),
     "lend int64": lambda: run_lend(torch.int64, 3, 100, 33),
     "lend among many": lambda: run_lend(torch.int32, 64, 512, 4),

@@ -249,6 +249,8 @@ SAMPLES = {
         2,
         5,
         True,
+        torch.tensor([[0, 0, 1], [0, 9, 3]]),
+        2,
     ),
     "sort_by_expert": lambda d: (IDS, E),
     "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),

@@ -7,16 +7,22 @@ nothing is sorted again.
 The rows are divided into windows of a fixed number of rows, which are computed one by one: each has its
 group sizes and its ranks.  If a choice's row is in a window that was computed earlier, the choice's rank
 in later windows is ELSEWHERE (permute.py).
+
+Where ranks lend experts (lend.py), `shares` says which rows of each expert this rank computes.  One call
+joins the plans for the rank's own experts, and another one for its guests.  Guests are computed before all
+windows of own experts, or after all of them.  What is computed later marks choices of the other call, as it
+does those of earlier windows.
 """
 
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...op import binds, copy_into, define_op
-from ..base.check import Index, check_fields, check_sizes
+from ..base.check import Index, check_fields, check_not_negative, check_sizes
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from .permute import ELSEWHERE
 
@@ -29,6 +35,9 @@ class MergeInputs(NamedTuple):
 
     The spans (2, S, E) say where the rows of each source begin, and how many they are.  E is rounded up to a
     multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
+
+    With guests, there are so many groups instead of E: group g is the g-th of the other experts of which this
+    rank computes rows.  They have one window, and the order of its rows alone: rows past it are dropped.
     """
 
     rank: Annotated[Index, "S, T * k"]  # of S sources of T tokens with k choices, each in its own plan
@@ -37,11 +46,21 @@ class MergeInputs(NamedTuple):
     first: int  # of the experts
     num_experts: int  # E
     rows: int  # of a window; W windows hold S * T * k rows
-    last_first: bool  # the last window is computed first, and the first window last
+    last_first: bool  # guests are computed first, then the last window, and the first window last
+    shares: Annotated[Index, "bounds, N"] | None = None  # from which row of an expert to which; None: all
+    guests: int = 0  # slots for guests; 0: the rank's own experts
 
     @property
     def windows(self) -> int:
-        return max(-(-self.rank.numel() // self.rows), 1)
+        return 1 if self.guests else max(-(-self.rank.numel() // self.rows), 1)
+
+    @property
+    def groups(self) -> int:
+        return self.guests or self.num_experts
+
+    @property
+    def order_rows(self) -> int:
+        return min(self.rows, self.rank.numel()) if self.guests else self.rank.numel()
 
 
 # reference
@@ -49,24 +68,37 @@ class MergeInputs(NamedTuple):
 
 def merge_reference(i: MergeInputs) -> tuple:
     rank, group_sizes, top_k, first, num_experts, *_ = i
-    sources, choices = rank.shape
-    own, sizes, row = slice(first, first + num_experts), group_sizes.long(), rank.long()
-    ends = sizes.cumsum(1)
-    expert = torch.searchsorted(ends, row.contiguous(), right=True) - first
-    mine = (row >= 0) & (expert >= 0) & (expert < num_experts)
-    total = sizes[:, own].sum(0)
-    starts = total.cumsum(0) - total + sizes[:, own].cumsum(0) - sizes[:, own]
-    shift = starts - (ends - sizes)[:, own]
-    row = (row + shift.gather(1, expert.clamp(0, num_experts - 1))).masked_fill(~mine, -1)
-    order = torch.full((sources * choices,), -1, device=rank.device)
-    order[row[mine]] = torch.arange(len(order), device=rank.device).view_as(row)[mine]
-    spans = starts.new_zeros(2, sources, spans_width(num_experts))
-    spans[0, :, :num_experts] = starts.clamp(max=i.rows)
-    spans[1, :, :num_experts] = (starts + sizes[:, own]).clamp(max=i.rows) - spans[0, :, :num_experts]
+    (sources, choices), experts = rank.shape, group_sizes.shape[1]
+    sizes, row, n = group_sizes.long(), rank.long(), torch.arange(experts, device=rank.device)
+    ends, total, before = sizes.cumsum(1), sizes.sum(0), sizes.cumsum(0) - sizes
+    own = (n >= first) & (n < first + num_experts)
+    begin, end = (torch.zeros_like(n), total * own) if i.shares is None else i.shares.long()
+    end = end.clamp(min=0).minimum(total)
+    begin = begin.clamp(min=0).minimum(end)
+    groups = own if not i.guests else ~own & (end > begin)
+    groups &= groups.cumsum(0) <= i.groups
+    total = (end - begin) * groups
+    starts = total.cumsum(0) - total - begin  # of an expert's first row, whoever computes it
+
+    expert = torch.searchsorted(ends, row.contiguous(), right=True)
+    known = expert.clamp(max=experts - 1)
+    place = row + (before - (ends - sizes)).gather(1, known)  # among the rows of the expert
+    computed = (row >= 0) & (expert < experts) & (place >= begin[known]) & (place < end[known])
+    row = (place + starts[known]).masked_fill(~(computed & groups[known]), -1)
+    row = row.masked_fill(row >= i.order_rows, -1)
+    ahead = computed & (own[known] if i.guests else ~own[known]) & (bool(i.guests) != i.last_first)
+    order = torch.full((i.order_rows,), -1, device=rank.device)
+    order[row[row >= 0]] = torch.arange(sources * choices, device=rank.device).view_as(row)[row >= 0]
+
+    parts = [t.maximum(begin).minimum(end) + starts for t in (before, before + sizes)]
+    begins, ends = (t.clamp(max=i.rows)[:, groups] for t in parts)
+    missing = spans_width(i.groups) - begins.shape[1]
+    spans = F.pad(torch.stack([begins, ends - begins]), (0, missing))
+    total = F.pad(total[groups], (0, i.groups - begins.shape[1]))
     ends, ranks, windows = total.cumsum(0), [], []
     for begin in range(0, i.windows * i.rows, i.rows):
         end = begin + i.rows
-        elsewhere = row >= end if i.last_first else (row >= 0) & (row < begin)
+        elsewhere = ahead | (row >= end if i.last_first else (row >= 0) & (row < begin))
         inside = (row >= begin) & (row < end)
         ranks.append((row - begin).where(inside, -1).masked_fill(elsewhere, ELSEWHERE.value))
         windows.append((ends.clamp(max=end) - (ends - total).clamp(min=begin)).clamp(min=0))
@@ -86,13 +118,16 @@ def limited(x, least, most):
 def merge_kernel(
     rank_ptr,  # (S, R)
     sizes_ptr,  # (S, N)
-    order_ptr,  # (S * R,)
+    shares_ptr,  # (2, N) or None
+    order_ptr,  # (order_rows,)
     row_ptr,  # (W, S * R)
-    group_sizes_ptr,  # (W, E)
+    group_sizes_ptr,  # (W, groups)
     spans_ptr,  # (2, S, width)
-    S, R, N, first, E, width, rows, W, rank_stride, sizes_stride, LAST_FIRST: tl.constexpr,
+    S, R, N, first, E, groups, width, rows, order_rows, W, rank_stride, sizes_stride, shares_stride,
+    LAST_FIRST: tl.constexpr,
+    GUESTS: tl.constexpr,  # the groups are guests
     BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at least N
+    BLOCK_N: tl.constexpr,  # at least N and groups
 ):  # fmt: skip
     block, source = tl.program_id(0), tl.program_id(1)
     n, i = tl.arange(0, BLOCK_N), block * BLOCK + tl.arange(0, BLOCK)
@@ -103,33 +138,62 @@ def merge_kernel(
         before += tl.where(s < source, size, 0)
         total += size
     size = limited(tl.load(sizes_ptr + source * sizes_stride + n, mask=n < N, other=0), 0, R)
-    mine = (n >= first) & (n < first + E)
-    total = tl.where(mine, total, 0)
-    start = tl.cumsum(total, 0) - total + before
     ends = tl.cumsum(size, 0)
+    own = (n >= first) & (n < first + E)
+    # of each expert this rank computes some rows of this source: the first one's place among the rows that
+    # this rank computes, how many they are, and the first one's row in the plan of the source
+    mine, group, start, count, at = own, n - first, before, size, ends - size
+    if shares_ptr is not None:
+        upper = limited(tl.load(shares_ptr + shares_stride + n, mask=n < N, other=0), 0, total)
+        lower = limited(tl.load(shares_ptr + n, mask=n < N, other=0), 0, upper)
+        start = limited(before, lower, upper)
+        count = limited(before + size, lower, upper) - start
+        at += start - before
+        start, total = start - lower, upper - lower
+        if GUESTS:
+            mine = (total > 0) & (own == 0)
+            group = tl.cumsum(mine.to(tl.int32), 0) - 1
+            mine &= group < groups
+            count = tl.where(own | mine, count, 0)
+    total = tl.where(mine, total, 0)
+    start += tl.cumsum(total, 0) - total
 
     rank = limited(tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1), -1, R)
     expert = tl.sum((ends[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
+    known = tl.minimum(expert, BLOCK_N - 1)
     here = (rank >= 0) & (expert >= first) & (expert < first + E)
-    row = rank + tl.gather(start - (ends - size), tl.minimum(expert, BLOCK_N - 1), 0)
+    row = rank + tl.gather(start - at, known, 0)
+    if shares_ptr is not None:
+        least = tl.gather(at, known, 0)
+        computed = (rank >= 0) & (rank >= least) & (rank < least + tl.gather(count, known, 0))
+        ahead = computed & (here if GUESTS else (here == 0))  # in the other call
+        here = computed & ((here == 0) & (row < order_rows) if GUESTS else here)
     choice = source * R + i
     tl.store(order_ptr + row, choice, mask=here)
-    tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)))
+    tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)) & (choice < order_rows))
     row = tl.where(here, row, -1)
     last = tl.cumsum(total, 0)
     for w in range(W):
         begin, end = w * rows, w * rows + rows
         rank = tl.where((row >= begin) & (row < end), row - begin, -1)
         elsewhere = (row >= end) if LAST_FIRST else ((row >= 0) & (row < begin))
+        if shares_ptr is not None and GUESTS != LAST_FIRST:
+            elsewhere |= ahead
         rank = tl.where(elsewhere, ELSEWHERE, rank)
         tl.store(row_ptr + w * S * R + choice, rank, mask=i < R)
         if (block == 0) & (source == 0):
             inside = tl.minimum(last, end) - tl.maximum(last - total, begin)
-            tl.store(group_sizes_ptr + w * E + n - first, tl.maximum(inside, 0), mask=mine)
+            tl.store(group_sizes_ptr + w * groups + group, tl.maximum(inside, 0), mask=mine)
     if block == 0:
-        to = spans_ptr + source * width + n - first
-        tl.store(to, tl.minimum(start, rows), mask=mine)
-        tl.store(to + S * width, tl.minimum(start + size, rows) - tl.minimum(start, rows), mask=mine)
+        to = spans_ptr + source * width
+        first_row, end_row = tl.minimum(start, rows), tl.minimum(start + count, rows)
+        tl.store(to + group, first_row, mask=mine)
+        tl.store(to + S * width + group, end_row - first_row, mask=mine)
+        if GUESTS:
+            free = (n >= tl.sum(mine.to(tl.int32), 0)) & (n < groups)
+            tl.store(to + n, 0, mask=free)
+            tl.store(to + S * width + n, 0, mask=free)
+            tl.store(group_sizes_ptr + n, 0, mask=free & (source == 0))
 
 
 # launcher
@@ -142,35 +206,45 @@ def spans_width(num_experts: int) -> int:
 def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
     check_fields(i)
     check_sizes(top_k=i.top_k, num_experts=i.num_experts, rows=i.rows)
+    check_not_negative(guests=i.guests)
     (S, R), (sources, N) = i.rank.shape, i.group_sizes.shape
     if sources != S or R % i.top_k or not 0 <= i.first <= N - i.num_experts:
         raise ValueError(
             f"rank is ({S}, {R}) and group_sizes ({sources}, {N}), which do not fit top_k={i.top_k} and the "
             f"experts from {i.first} to {i.first + i.num_experts - 1}"
         )
-    order = i.rank.new_empty(S * R, dtype=torch.int32)
+    if i.shares is not None and len(i.shares) != 2:
+        raise ValueError(f"shares is {tuple(i.shares.shape)} but must be (2, {N})")
+    if i.shares is None and i.guests:
+        raise ValueError(f"guests={i.guests} needs shares, which say what their rows are")
+    order = i.rank.new_empty(i.order_rows, dtype=torch.int32)
     rank = order.new_empty(i.windows, S * R // i.top_k, i.top_k)
-    sizes = order.new_empty(i.windows, i.num_experts)
-    return order, rank, sizes, order.new_empty(2, S, spans_width(i.num_experts))
+    sizes = order.new_empty(i.windows, i.groups)
+    return order, rank, sizes, order.new_empty(2, S, spans_width(i.groups))
 
 
 @binds
 def bind_merge(i: MergeInputs) -> Callable:
-    (S, R), N, E = i.rank.shape, i.group_sizes.shape[1], i.num_experts
+    (S, R), N, E, groups = i.rank.shape, i.group_sizes.shape[1], i.num_experts, i.groups
     grid = max(cdiv(R, BLOCK), 1), S
-    constants = {"LAST_FIRST": i.last_first, "BLOCK": BLOCK, "BLOCK_N": next_power_of_2(N)}
-    kernel = bind_kernel(merge_kernel, grid, **constants)
-    numbers = S, R, N, i.first, E, spans_width(E), i.rows, i.windows
-    numbers += i.rank.stride(0), i.group_sizes.stride(0)
+    constants = {"LAST_FIRST": i.last_first, "GUESTS": i.guests > 0, "BLOCK": BLOCK}
+    kernel = bind_kernel(merge_kernel, grid, **constants, BLOCK_N=next_power_of_2(max(N, groups)))
+    numbers = S, R, N, i.first, E, groups, spans_width(groups), i.rows, i.order_rows, i.windows
+    numbers += i.rank.stride(0), i.group_sizes.stride(0), 0 if i.shares is None else i.shares.stride(0)
 
     def launch(out, i):
         order, rank, sizes, spans = out
-        kernel(i.rank, i.group_sizes, order, rank, sizes, spans, *numbers)
+        kernel(i.rank, i.group_sizes, i.shares, order, rank, sizes, spans, *numbers)
 
     return launch
 
 
-bind_merge.fits = lambda i: i.rank.stride(-1) == 1 == i.group_sizes.stride(-1) and len(i.rank) > 0
+def fits_merge(i: MergeInputs) -> bool:
+    dense = (t is None or t.stride(-1) == 1 for t in (i.rank, i.group_sizes, i.shares))
+    return len(i.rank) > 0 and all(dense)
+
+
+bind_merge.fits = fits_merge
 
 
 # op

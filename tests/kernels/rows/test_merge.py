@@ -4,16 +4,21 @@ import pytest
 import torch
 
 from moe_aiter.kernels.base.check import check_plan_values
-from moe_aiter.kernels.rows.merge import merge_plans
+from moe_aiter.kernels.rows.lend import lend_rows
+from moe_aiter.kernels.rows.merge import MergeInputs, merge_plans, merge_reference
 from moe_aiter.kernels.rows.permute import ELSEWHERE
 from moe_aiter.kernels.rows.sort import sort_by_expert
 
 
+def plans_of(ids, num_experts):
+    """The ranks and the group sizes of the plans of ids (S, T, k)."""
+    plans = [sort_by_expert(part, num_experts) for part in ids]
+    return torch.stack([p[1].flatten() for p in plans]), torch.stack([p[2] for p in plans])
+
+
 def merged(ids, num_experts, first, count, rows=10**6, last_first=False):
     """Join the plans of ids (S, T, k)."""
-    plans = [sort_by_expert(part, num_experts) for part in ids]
-    ranks, sizes = torch.stack([p[1].flatten() for p in plans]), torch.stack([p[2] for p in plans])
-    return merge_plans(ranks, sizes, ids.shape[2], first, count, rows, last_first)
+    return merge_plans(*plans_of(ids, num_experts), ids.shape[2], first, count, rows, last_first)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 2), (1, 1, 1), (3, 13, 3), (2, 400, 2)], ids=str)
@@ -74,3 +79,95 @@ def test_plans_of_some_rows(backend, device):
             merge_plans(*bad, 8, False)
     with pytest.raises(ValueError, match="rows"):
         merge_plans(ranks, sizes, 2, 0, 3, 0, False)
+
+
+def joined(*inputs):
+    """What `merge_plans` returns, which is what the reference says; spans without their last columns."""
+    i = MergeInputs(*inputs)
+    (*got, spans), (*want, right) = merge_plans(*inputs), merge_reference(i)
+    for ours, reference in zip((*got, spans[..., : i.groups]), (*want, right[..., : i.groups]), strict=True):
+        assert torch.equal(ours.long(), reference.long())
+    return *got, spans[..., : i.groups]
+
+
+def check_call(call, choices, elsewhere, sources, rows):
+    """A call computes these choices of each group in this order, in windows of so many rows; `elsewhere` are
+    those of the other call."""
+    order, ranks, group_sizes, spans = call
+    whole, (windows, tokens, top_k) = torch.cat(choices), ranks.shape
+    count, ranks = len(whole), ranks.view(windows, -1)
+    assert torch.equal(order[:count], whole) and (order[count:] == -1).all()
+    assert group_sizes.sum(0).tolist() == [len(group) for group in choices]
+    for there in ((ranks == ELSEWHERE.value).all(0), (ranks == ELSEWHERE.value).any(0) & (ranks < 0).all(0)):
+        assert torch.equal(there, elsewhere)
+    for part, rank, sizes in zip(order.split(rows), ranks, group_sizes, strict=True):
+        check_plan_values(len(part), sizes, part, rank.view(tokens, top_k))
+    for source in range(sources):
+        begins, sizes = spans[:, source].tolist()
+        for begin, size, group in zip(begins, sizes, choices, strict=True):
+            of_source = group[group // (tokens * top_k // sources) == source]
+            assert windows > 1 or torch.equal(order[begin : begin + size], of_source)
+
+
+@pytest.mark.parametrize("ranks, experts", [(2, 5), (3, 12), (4, 16)], ids=str)
+@pytest.mark.parametrize("guests", [1, 2, 9])
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("rows", [29, 10**6])
+@pytest.mark.pairwise
+def test_lent_experts(backend, device, ranks, experts, guests, last_first, rows):
+    """The calls of all ranks compute each choice once, in the order of the expert."""
+    each, tokens = -(-experts // ranks), 40
+    ids = (torch.rand(ranks, tokens, 2).pow(3) * (experts + 1)).long().to(device) - 1
+    plans = plans_of(ids, experts)
+    shares, guests_of = lend_rows(plans[1], each, guests, 4, 4)
+    assert (guests_of >= 0).any()
+    of_expert = [(ids.flatten() == n).nonzero().flatten().int() for n in range(experts)]
+    missing = [choices.clone() for choices in of_expert]
+    for r in range(ranks):
+        first, count = r * each, min(each, experts - r * each)
+        own, borrowed = range(first, first + count), guests_of[r][guests_of[r] >= 0].tolist()
+        parts = [of[begin:end] for of, begin, end in zip(of_expert, *shares[r].tolist(), strict=True)]
+        groups = [parts[n] for n in borrowed] + [of_expert[0][:0]] * (guests - len(borrowed))
+        elsewhere = [torch.zeros(ids.numel(), dtype=torch.bool, device=device) for _ in range(2)]
+        first_call = [parts[n] for n in borrowed] if last_first else [parts[n] for n in own]
+        elsewhere[not last_first][torch.cat([*first_call, of_expert[0][:0]]).long()] = True
+        call = *plans, 2, first, count
+        check_call(
+            joined(*call, rows, last_first, shares[r]), [parts[n] for n in own], elsewhere[0], ranks, rows
+        )
+        check_call(joined(*call, 10**6, last_first, shares[r], guests), groups, elsewhere[1], ranks, 10**6)
+        joined(*call, 7, last_first, shares[r], guests)  # fewer rows than it has
+        for n in (*own, *borrowed):
+            missing[n] = missing[n][~torch.isin(missing[n], parts[n])]
+    assert not any(map(len, missing))
+
+
+def test_guests_without_room(backend, device):
+    """Rows past the window of guests, and experts past their slots, are dropped; nothing else is written."""
+    ids = torch.tensor([[[0, 1], [2, 3], [3, 3]]], device=device)
+    call = *plans_of(ids, 4), 2, 0, 1
+    shares = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 3]], device=device)
+    assert joined(*call, 8, False, shares, 2)[2].tolist() == [[1, 1]]
+    order, ranks, sizes, spans = joined(*call, 3, True, shares, 5)
+    assert order.tolist() == [1, 2, 4] and sizes.tolist() == [[1, 1, 1, 0, 0]]
+    assert ranks.tolist() == [[[-1, 0], [1, -1], [2, -1]]] and spans[1].tolist() == [[1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("guests", [0, 2])
+def test_shares_are_cut_to_what_there_is(backend, device, guests):
+    """Numbers that no plan has, of a rank that failed: nothing is written outside of the outputs."""
+    ids = torch.randint(-1, 7, (2, 50, 3), device=device)
+    for bounds in ((-5, 2**20), (-(2**31), 2**31 - 1), (9, 3), (2**31 - 1, -1)):
+        shares = torch.tensor(bounds, device=device).view(2, 1).expand(2, 7).contiguous()
+        joined(*plans_of(ids, 7), 3, 2, 2, 60, False, shares, guests)
+
+
+def test_bad_shares(device):
+    plans = plans_of(torch.zeros(2, 4, 2, dtype=torch.int64, device=device), 4)
+    shares = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"shares is \(3, 4\) but must be \(2, 4\)"):
+        merge_plans(*plans, 2, 0, 2, 8, False, shares[[0, 1, 0]], 0)
+    with pytest.raises(ValueError, match="guests=1 needs shares"):
+        merge_plans(*plans, 2, 0, 2, 8, False, None, 1)
+    with pytest.raises(ValueError, match="guests must be at least 0"):
+        merge_plans(*plans, 2, 0, 2, 8, False, shares, -1)
