@@ -24,6 +24,7 @@ from moe_aiter.kernels.quantize.rows import (
     bind_quantize_rows,
     bind_quantize_rows_and_amax,
 )
+from moe_aiter.kernels.rows.guests import add_guests, places_in, send_guests
 from moe_aiter.kernels.rows.lend import LendInputs, bind_lend, new_lend
 from moe_aiter.kernels.rows.merge import MergeInputs, bind_merge, new_merge
 from moe_aiter.kernels.rows.permute import (
@@ -52,6 +53,10 @@ def run_merge(dtype=torch.int32, num_experts=64, sources=4, last_first=True, gue
 def run_lend(dtype, ranks, num_experts, guests):
     sizes = ints(ranks, num_experts, dtype=dtype)
     run_new(bind_lend, new_lend, LendInputs(sizes, -(-num_experts // ranks), guests, 128, 2500))
+
+
+def run_guests(run, dtype, n):
+    run(new(16, n, dtype=dtype), places_in(new(8, 4, n, dtype=dtype)), ints(8, 4), 16)
 
 
 def run_sort(dtype, num_experts=E, tokens=4096):
@@ -325,6 +330,10 @@ RUNS = {
     "lend": lambda: run_lend(torch.int32, 8, 256, 8),
     "lend int64": lambda: run_lend(torch.int64, 3, 100, 33),
     "lend among many": lambda: run_lend(torch.int32, 64, 512, 4),
+    "send guests": lambda: run_guests(send_guests, BF16, 2048 * 768),
+    "send guests of odd sizes": lambda: run_guests(send_guests, torch.uint8, 777),
+    "add guests": lambda: run_guests(add_guests, BF16, 2048 * 768),
+    "add guests in float32": lambda: run_guests(add_guests, F32, 4099),
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),
     "sort by one expert": lambda: run_sort(torch.int64, 1),

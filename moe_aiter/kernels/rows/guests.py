@@ -1,0 +1,129 @@
+"""Copy experts' weights to the ranks that borrow them, and add up the gradients that come back.
+
+    send_guests    places[b][g] = w[guests_of[b, g] - first]                  for each rank b and slot g
+    add_guests     w[guests_of[b, g] - first] += places[b][g]                 in the order of b
+
+where the expert is one of the E that this rank holds, from number `first` on; all other slots stay as they
+are.  `guests_of` (R, G) is that of `lend_rows`.  Which experts travel is known on the GPU alone, so these are
+kernels that read and write the memory of other GPUs, and no copies that the host begins.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...config import interpret
+from ..base.check import wide
+from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl
+
+PROGRAMS = 32  # as many as keep a link busy; multiprocessors that products leave free are few
+BYTES = 16384  # that a program copies at a time
+WARPS = 8
+UNITS = {size: dtype for dtype in (torch.uint8, torch.int16, torch.int32) for size in (dtype.itemsize,)}
+
+
+class Places(NamedTuple):
+    """One tensor on each rank, (G, n) with n numbers of each guest."""
+
+    parts: Sequence[Tensor]  # as this rank sees them
+    bases: Tensor  # (R,) int64: addresses of the memory that holds them, as this rank sees it
+    offset: int = 0  # bytes from there to the parts
+
+
+def places_in(t: Tensor) -> Places:
+    """Return one tensor on each rank for `t` (R, G, n), all in this rank's memory."""
+    size = t[0].numel() * t.element_size()
+    return Places(t.unbind(), torch.arange(len(t), device=t.device) * size + t.data_ptr())
+
+
+@jit_kernel
+def send_kernel(
+    w_ptr, bases_ptr, guests_ptr, n, stride, offset, first, E, SLOTS: tl.constexpr, G: tl.constexpr,
+    ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin, step, i = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK, tl.arange(0, ROOM)
+    experts = tl.load(guests_ptr + i, mask=i < SLOTS, other=-1)
+    for slot in range(SLOTS):
+        expert = tl.sum(tl.where(i == slot, experts, 0), 0) - first
+        if (expert >= 0) & (expert < E):
+            base = tl.load(bases_ptr + slot // G) + offset
+            to = tl.multiple_of(base.to(tl.pointer_type(w_ptr.dtype.element_ty)), 16)
+            to += (slot % G) * tl.full((), n, tl.int64)
+            source = w_ptr + expert.to(tl.int64) * stride
+            for at in range(begin, n, step):
+                columns = at + tl.arange(0, BLOCK)
+                tl.store(to + columns, tl.load(source + columns, mask=columns < n), mask=columns < n)
+
+
+@jit_kernel
+def add_kernel(
+    w_ptr, bases_ptr, guests_ptr, n, stride, offset, first, E, SLOTS: tl.constexpr, G: tl.constexpr,
+    ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # a number is added by one program alone, which takes the ranks in their order
+    WIDE: tl.constexpr = tl.float64 if w_ptr.dtype.element_ty == tl.float64 else tl.float32
+    begin, step, i = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK, tl.arange(0, ROOM)
+    experts = tl.load(guests_ptr + i, mask=i < SLOTS, other=-1)
+    for slot in range(SLOTS):
+        expert = tl.sum(tl.where(i == slot, experts, 0), 0) - first
+        if (expert >= 0) & (expert < E):
+            base = tl.load(bases_ptr + slot // G) + offset
+            source = tl.multiple_of(base.to(tl.pointer_type(WIDE)), 16)
+            source += (slot % G) * tl.full((), n, tl.int64)
+            to = w_ptr + expert.to(tl.int64) * stride
+            for at in range(begin, n, step):
+                columns = at + tl.arange(0, BLOCK)
+                total = tl.load(to + columns, mask=columns < n).to(WIDE)
+                total += tl.load(source + columns, mask=columns < n)
+                tl.store(to + columns, total.to(w_ptr.dtype.element_ty), mask=columns < n)
+
+
+@functools.lru_cache(1024)
+def bound_copy(kernel: Callable, slots: int, guests: int, itemsize: int, *key) -> Callable:
+    """Return a kernel bound for arguments that are alike; `key` is what else makes them so."""
+    constants = {"SLOTS": slots, "G": guests, "ROOM": next_power_of_2(slots), "BLOCK": BYTES // itemsize}
+    return bind_kernel(kernel, (PROGRAMS,), **constants, num_warps=WARPS)
+
+
+def launch(kernel: Callable, w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
+    bases, (R, G), (E, n) = places.bases, guests_of.shape, w.shape
+    numbers = n, w.stride(0), places.offset, first, E
+    key = w.dtype, w.data_ptr() % 16 == 0, w.device, numbers
+    bound_copy(kernel, R * G, G, w.element_size(), *key)(w, bases, guests_of, *numbers)
+
+
+def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int, int]]:
+    """Return rank, slot and local number of each expert that this rank has lent; this synchronises."""
+    slots = [(b, g, e - first) for b, row in enumerate(guests_of.tolist()) for g, e in enumerate(row)]
+    return [(b, g, e) for b, g, e in slots if 0 <= e < num_experts]
+
+
+def send_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
+    """Copy the experts of `w`, (E, n) with contiguous rows, that other ranks borrow to their slots."""
+    if w.is_cuda or interpret:
+        return launch(send_kernel, in_units(w), places, guests_of, first)
+    for b, g, e in lent(guests_of, first, len(w)):
+        places.parts[b][g] = w[e]
+
+
+def add_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
+    """Add what the slots of other ranks hold of the experts of `w`, (E, n) with contiguous rows."""
+    if w.is_cuda or interpret:
+        return launch(add_kernel, w, places, guests_of, first)
+    for b, g, e in lent(guests_of, first, len(w)):
+        w[e] = wide(w[e]) + places.parts[b][g]
+
+
+def in_units(w: Tensor) -> Tensor:
+    """Return the same memory as integers, as large as its rows allow."""
+    size = next(size for size in (4, 2, 1) if rows_in(w, size))
+    return w.view(UNITS[size]) if size != w.element_size() or w.dtype != UNITS[size] else w
+
+
+def rows_in(w: Tensor, size: int) -> bool:
+    """Whether rows of `w` begin at, and have, a multiple of so many bytes."""
+    begins = w.data_ptr(), w.stride(0) * w.element_size(), w.shape[1] * w.element_size()
+    return all(number % size == 0 for number in begins)
