@@ -17,13 +17,16 @@ Through symmetric memory, transfers run beside products (`Sources`).  While toke
 the rows of own tokens are computed, and then those of one rank after the other.  Sums and gradients of other
 ranks' tokens leave while those of own tokens are computed, and gradients of tokens also while the gradient of
 gate_up is.
+
+With `guests`, ranks compute rows for each other: `guests.py`.
 """
 
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,12 +49,14 @@ from ..kernels.base.check import (
 from ..kernels.base.host import saturated
 from ..kernels.base.sources import by_source
 from ..kernels.quantize.four_bit import FourBit
+from ..kernels.rows.lend import lend_rows
 from ..kernels.rows.merge import merge_plans
 from ..layers.experts import Experts
 from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan
 from .collective import all_gather
+from .guests import AUTO, Guests, Lending, auto_guests, guest_bytes, lending_for, split
 from .overflow import add_gradients, add_output, can_add, targets
 from .slots import pad, window_rows
 from .transport import (
@@ -62,6 +67,7 @@ from .transport import (
     Pool,
     Sources,
     Transfer,
+    Transport,
     X,
     pool_for,
     region_sizes,
@@ -75,7 +81,6 @@ NO_PASSES = (
     "other, as shared experts need: pass transport='collective'"
 )
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the same width
-Transport = Collective | Pool
 
 
 class LocalExperts(Protocol):
@@ -85,8 +90,9 @@ class LocalExperts(Protocol):
         """Return the tensors, weights of 4 bits or None that `compute` takes as `weights`."""
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the output (T, H) for `x` (T, H), as `Experts.compute`."""
 
 
@@ -108,6 +114,12 @@ class ExpertDispatcher:
                 one stream.  "collective": an all-gather and an all-to-all, also between hosts and on CPUs.
                 "auto": "symmetric" if the first call finds that it works on all ranks.  keep_x=True and
                 torch.compile always use "collective"; keep_x=True with "symmetric" raises ValueError.
+    guests      how many experts a rank can borrow from the others for a call, in which it computes some of
+                their rows, so that no rank has many more rows than the others.  0: none.  "auto": as many as
+                can save time with the first call's sizes, and fit into a GiB.  The result is the same but
+                for rounding.  Each slot takes the memory of an expert, and in training 4 bytes for each of
+                its weights; all layers of a group share it.  torch.compile lends nothing; keep_x=True
+                raises ValueError.
 
     All ranks must make the same calls in the same order, forward and backward, also with no tokens, and the
     same inputs and weights must require gradients: otherwise ranks wait for each other without end.  That
@@ -118,23 +130,25 @@ class ExpertDispatcher:
     @checked
     def __init__(
         self, group: dist.ProcessGroup, num_experts: int, *, rows: float = 2.0, max_tokens: int | None = None,
-        keep_x: bool = False, transport: str = "auto",
+        keep_x: bool = False, transport: str = "auto", guests: int | str = 0,
     ):  # fmt: skip
         check_sizes(num_experts=num_experts)
-        check_dispatch_options(rows, max_tokens, keep_x, transport)
+        check_dispatch_options(rows, max_tokens, keep_x, transport, guests)
         # by name: the threads of a group end with the last object that holds the group itself
         self.group, self.ranks = group.group_name, group.size()
         self.num_experts, self.rows, self.max_tokens, self.keep_x = num_experts, rows, max_tokens, keep_x
-        each = experts_of_a_rank(num_experts, self.ranks)
-        self.first = group.rank() * each
-        self.count = min(each, num_experts - self.first)
+        self.each = experts_of_a_rank(num_experts, self.ranks)
+        self.first = group.rank() * self.each
+        self.count = min(self.each, num_experts - self.first)
+        self.guests = check_guests(guests, num_experts - self.each) if self.ranks > 1 else 0
         self.transport = "collective" if keep_x else transport
         self.collective = Collective(self.group, self.ranks)
         self.symmetric = self.called = False
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
-        return f"experts {self.first} to {last} of {self.num_experts}, {self.ranks} ranks, rows={self.rows}"
+        held = f"experts {self.first} to {last} of {self.num_experts}, {self.ranks} ranks"
+        return f"{held}, rows={self.rows}, guests={self.guests}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: its first call checks again, perhaps in other processes."""
@@ -156,13 +170,13 @@ class ExpertDispatcher:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
         plain = compiles or self.keep_x or (trains and not weights)
-        transport = self.collective if plain else self.transport_for(x, s)
+        lending = None if plain else self.lending(x, s, weights)
+        transport = self.collective if plain else self.transport_for(x, s, weights, lending)
         if trains and not plain:
-            out = Dispatched.apply(self, transport, experts, plan, x, s, *weights)
+            out = Dispatched.apply(self, transport, experts, plan, lending, x, s, *weights)
         else:
             transport.begin()
-            sums, *_ = self.run(transport, experts, x, s, plan, weights)
-            (out,) = sums.receive()
+            (out,) = self.run(transport, experts, x, s, plan, weights, lending).sums.receive()
         return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
 
     def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> RoutePlan:
@@ -208,17 +222,28 @@ class ExpertDispatcher:
             self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles
 
-    def transport_for(self, x: Tensor, s: Tensor) -> Transport:
+    def lending(self, x: Tensor, s: Tensor, weights: Sequence[Any]) -> Lending | None:
+        """Return how much ranks may lend each other, or None for nothing."""
+        if self.guests == 0 or not weights:
+            return None
+        if isinstance(self.guests, str):  # "auto": the same on all ranks, as are sizes
+            self.guests = auto_guests(weights, s.numel(), self.num_experts - self.each)
+        return lending_for(weights, self.guests) if self.guests else None
+
+    def transport_for(
+        self, x: Tensor, s: Tensor, weights: Sequence[Any], lending: Lending | None
+    ) -> Transport:
         if not self.symmetric:
             return self.collective
-        sizes = region_sizes(self.ranks, x, s, self.num_experts)
+        guests = (0, 0) if lending is None else guest_bytes(weights, lending.guests)
+        sizes = region_sizes(self.ranks, x, s, self.num_experts, guests)
         return pool_for(process_group(self.group), sizes, x.device)
 
     def arrive(
-        self, transport: Transport, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool
-    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor]:
-        """Return the tokens of all slots, on their way; their weights; the plans of the windows of own
-        experts' rows; the spans of the first."""
+        self, transport: Transport, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool,
+        lending: Lending | None,
+    ) -> "Arrival":  # fmt: skip
+        """Begin to send the tokens to all slots, send their routing, and plan the rows of this rank."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
         top_k, kind = s.shape[1], INTEGERS[s.dtype]
         sizes = F.pad(saturated(plan.group_sizes), (0, 1), value=x.shape[0])[None]
@@ -234,12 +259,20 @@ class ExpertDispatcher:
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
         rank, s = routing.chunk(2, 1)
-        parts, rows = (rank.detach().view(kind), sizes[:, :-1]), self.window_rows(rank.numel())
-        order, *others, spans = merge_plans(*parts, top_k, self.first, self.count, rows, last_first)
+        own = rank.detach().view(kind), sizes[:, :-1], top_k, self.first, self.count
+        shares = guests_of = guest_plan = None
+        if lending is not None:
+            every, guests_of = lend_rows(own[1], self.each, *lending)
+            shares = every[self.first // self.each]
+            balanced = window_rows(rank.numel(), rank.numel() // self.ranks)
+            order, *others, _ = merge_plans(*own, balanced, last_first, shares, lending.guests)
+            guest_plan = RoutePlan(order, *(t[0] for t in others))
+        rows = self.window_rows(rank.numel())
+        order, *others, spans = merge_plans(*own, rows, last_first, shares, 0)
         plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *others, strict=True)]
         # a copy: the weights may be saved, but a pool's memory is used again
         s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
-        return tokens, s, plans, spans
+        return Arrival(tokens, s, plans, spans, guests_of, guest_plan)
 
     def window_rows(self, choices: int) -> int:
         """Return how many rows a window has, for so many choices of all ranks."""
@@ -247,53 +280,89 @@ class ExpertDispatcher:
 
     def run(
         self, transport: Transport, experts: LocalExperts, x: Tensor, s: Tensor, plan: RoutePlan,
-        weights: tuple[Any, ...],
-        compute: Callable[[Tensor, Tensor, Sequence[RoutePlan]], Tensor] | None = None,
-    ) -> tuple[Transfer, Tensor, list[RoutePlan], Tensor | None]:  # fmt: skip
-        """Compute all slots, and begin to send the sums home; return their transfer.
+        weights: tuple[Any, ...], lending: Lending | None, compute: Callable[..., Tensor] | None = None,
+    ) -> "Ran":  # fmt: skip
+        """Compute all slots, and begin to send the sums home.
 
-        Also return the routing weights of the slots, the windows that `overflow.py` computes, and the spans
-        of `Sources`, or None where products read all tokens at once.  `compute` is called in place of
-        `passes`, with the tokens of all slots, their routing weights and the other windows.
+        `compute` is called in place of `passes`, with the tokens of all slots, their routing weights, the
+        windows that `overflow.py` does not compute, and the guests, unless `overflow.py` computes them.
         """
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         adds = not recorded and can_add(experts, x)
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
-        arriving, s, plans, every_span = self.arrive(transport, x, s, plan, in_turn)
+        arrival = self.arrive(transport, x, s, plan, in_turn, lending)
+        arriving, s, plans, every_span, guests_of, guest_plan = arrival
+        guests = None
+        if guests_of is not None and guest_plan is not None:
+            guests = Guests(transport, self.first, self.each, guests_of, guest_plan, *split(weights))
+            guests.lend()
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
         spans = every_span[..., : self.count] if in_turn else None
         slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
         sums = transport.combine()
+        later = guests if adds else None
 
         def add(out: Tensor) -> None:
             assert isinstance(experts, Experts)  # as `can_add` says
-            add_output(out, experts, slots, s, others, weights)
+            turns = [(others, weights)]
+            if later is not None:
+                turns.insert(0 if in_turn else 1, ([later.plan], later.weights()))
+            for plans, w in turns:
+                add_output(out, experts, slots, s, plans, w)
 
-        with in_passes(spans, arriving, sums, add if others else None):
-            out = compute(slots, s, plans) if compute else self.passes(experts, slots, s, plans, weights)
-        if spans is not None and not (arriving.results and (sums.sent or not others)):
+        adds_later = bool(others) or later is not None
+        rest = slots, s, plans, None if adds else guests
+        with in_passes(spans, arriving, sums, add if adds_later else None):
+            out = compute(*rest) if compute else self.passes(experts, *rest, weights)
+        if spans is not None and not (arriving.results and (sums.sent or not adds_later)):
             raise RuntimeError(NO_PASSES)
         arriving.receive()  # on all ranks, also where nothing has read the tokens
         if not sums.sent:
-            if others:
+            if adds_later:
                 add(out)
             sums.send(out)
-        return sums, s, others, spans
+        return Ran(sums, s, others, spans, guests, adds_later)
 
     def passes(
         self, experts: LocalExperts, slots: Tensor, s: Tensor, plans: Sequence[RoutePlan],
-        weights: Sequence[Any],
+        guests: Guests | None, weights: Sequence[Any], guest_weights: Sequence[Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the sum over the windows, (R * T, H).
+        """Return the sum over the windows and the guests' rows, (R * T, H).
 
-        What autograd records of later windows does not keep pre-activations.
+        What autograd records of any but the first window does not keep pre-activations.
         """
         first, *others = plans
         out = experts.compute(slots, s, first, weights)
-        for plan in filter(has_rows, others):
-            out = wide(out) + wide(experts.compute(slots, s, plan, weights, save_z=False))
+        turns = [(plan, weights, False) for plan in others]
+        if guests is not None:
+            turns.append((guests.plan, guests.weights() if guest_weights is None else guest_weights, True))
+        for plan, w, lent in turns:
+            if has_rows(plan):
+                out = wide(out) + wide(experts.compute(slots, s, plan, w, save_z=False, lent=lent))
         return out.to(slots.dtype)
+
+
+class Arrival(NamedTuple):
+    """What `ExpertDispatcher.arrive` returns."""
+
+    tokens: Transfer  # of all slots, on their way
+    s: Tensor  # (R * T, k): their routing weights
+    plans: list[RoutePlan]  # the windows of own experts' rows
+    spans: Tensor  # of `Sources`, in the first window
+    guests_of: Tensor | None  # (R, G): who borrows what
+    guest_plan: RoutePlan | None
+
+
+class Ran(NamedTuple):
+    """What `ExpertDispatcher.run` returns."""
+
+    sums: Transfer  # the results for own tokens, on their way
+    s: Tensor  # (R * T, k): the routing weights of all slots
+    others: list[RoutePlan]  # the windows that `overflow.py` computes, in this order
+    spans: Tensor | None  # of `Sources`, or None where products read all tokens at once
+    guests: Guests | None
+    adds: bool  # whether `overflow.py` computes those windows, or guests
 
 
 def experts_of_a_rank(num_experts: int, ranks: int) -> int:
@@ -307,14 +376,30 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
     return each
 
 
-def check_dispatch_options(rows: float, max_tokens: int | None, keep_x: bool, transport: str) -> None:
+def check_dispatch_options(
+    rows: float, max_tokens: int | None, keep_x: bool, transport: str, guests: int | str
+) -> None:
     check_positive(rows=rows)
+    check_guests(guests)
+    if keep_x and guests:
+        raise ValueError("keep_x=True keeps no weights of guests: leave out guests, or keep_x")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
     if keep_x and transport == "symmetric":
         raise ValueError("keep_x=True always uses collectives: transport cannot be 'symmetric'")
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
+
+
+def check_guests(guests: int | str, most: float = math.inf) -> int | str:
+    """Return `guests`; ValueError unless it is "auto" or at most as many experts as the other ranks have."""
+    if guests == AUTO:
+        return guests
+    if isinstance(guests, str) or guests < 0:
+        raise ValueError(f"guests must be at least 0, or {AUTO!r}, not {guests!r}")
+    if guests > most:
+        raise ValueError(f"guests={guests}, but the other ranks have only {most} experts to lend")
+    return guests
 
 
 def has_rows(plan: RoutePlan) -> bool:
@@ -341,32 +426,43 @@ def in_passes(
 
 
 class Saved:
-    """The tensors that operations inside of `Dispatched` save for backward; a number stands for the slots.
+    """The tensors that operations inside of `Dispatched` save for backward.
 
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
-    and offloading treat them as usual.  In backward, `again` is the transfer that brings the slots again.
+    and offloading treat them as usual.  A number stands for one of them.  A view stands for a part of what
+    has arrived, the slots and the weights of guests: in backward, `again` returns these as they arrive again.
     """
 
-    again: Transfer
+    again: Callable[[], Sequence[Tensor]]
 
-    def __init__(self, slots: Tensor):
-        self.slots, self.uses_slots = slots, False
+    def __init__(self, *arrived: Tensor):
+        self.arrived, self.uses_slots = arrived, False
         self.tensors: list[Tensor] = []
 
-    def pack(self, t: Tensor) -> int:
-        if is_alias(t, self.slots):
-            if t.shape == self.slots.shape and t.dtype == self.slots.dtype:
-                self.uses_slots = True
-                return -1
-            t = t.clone()  # the memory of slots is used again
+    def pack(self, t: Tensor) -> "int | View":
+        for i, whole in enumerate(self.arrived):
+            if is_alias(t, whole):
+                if t.dtype == whole.dtype:
+                    self.uses_slots |= i == 0
+                    return View(i, t.shape, t.stride(), t.storage_offset() - whole.storage_offset())
+                t = t.clone()  # memory of what has arrived is used again
         self.tensors.append(t)
         return len(self.tensors) - 1
 
-    def unpack(self, number: int) -> Tensor:
-        if number >= 0:
-            return self.tensors[number]
-        (slots,) = self.again.receive()
-        return slots
+    def unpack(self, what: "int | View") -> Tensor:
+        if isinstance(what, int):
+            return self.tensors[what]
+        whole = self.again()[what.of]
+        return whole.as_strided(what.shape, what.stride, whole.storage_offset() + what.offset)
+
+
+class View(NamedTuple):
+    """A part of a tensor that has arrived."""
+
+    of: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int | torch.SymInt
 
 
 def leaf(t: Tensor | FourBit | None, needs_grad: bool) -> Tensor | FourBit | None:
@@ -404,90 +500,163 @@ class Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, dispatcher: ExpertDispatcher, transport: Transport, experts: LocalExperts, plan: RoutePlan,
-        x: Tensor, s: Tensor, *weights: Tensor | FourBit | None,
+        lending: Lending | None, x: Tensor, s: Tensor, *weights: Tensor | FourBit | None,
     ) -> Tensor:  # fmt: skip
-        needs_x, needs_s, *needs = ctx.needs_input_grad[4:]
+        needs_x, needs_s, *needs = ctx.needs_input_grad[5:]
         transport.begin()
 
-        def record(slots: Tensor, slots_s: Tensor, plans: Sequence[RoutePlan]) -> Tensor:
-            saved = ctx.saved = Saved(slots)
+        def record(
+            slots: Tensor, slots_s: Tensor, plans: Sequence[RoutePlan], guests: Guests | None
+        ) -> Tensor:
+            borrowed = [] if guests is None else guests.tensors()
+            saved = ctx.saved = Saved(slots, *borrowed)
             ctx.windows = len(plans)
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
                 anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
                 slots_s = slots_s.detach().requires_grad_(needs_s)
                 leaves = [leaf(t, need) for t, need in zip(weights, needs, strict=True)]
-                out = dispatcher.passes(experts, anchored, slots_s, plans, leaves)
-                ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves)]
+                lent = () if guests is None else guests.build(borrowed)
+                guest_leaves = [leaf(t, need) for t, need in zip(lent, needs, strict=False)]
+                out = dispatcher.passes(experts, anchored, slots_s, plans, guests, leaves, guest_leaves)
+                ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves, *guest_leaves)]
                 ctx.edge = get_gradient_edge(out)
             return out.detach()
 
-        ran = dispatcher.run(transport, experts, x, s, plan, weights, record)
-        sums, slots_s, others, spans = ran
-        ctx.experts, ctx.transport, saved = experts, transport, ctx.saved
-        several = bool(others) or ctx.windows > 1
+        ran = dispatcher.run(transport, experts, x, s, plan, weights, lending, record)
+        sums, slots_s, others, spans, guests, adds = ran
+        ctx.dispatcher, ctx.experts, ctx.transport, saved = dispatcher, experts, transport, ctx.saved
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
-        rest = (slots_s, *weights, *itertools.chain(*others)) if others else ()
-        ctx.num_others = len(others)
+        ctx.needs, ctx.num_others, ctx.adds = needs, len(others), adds
+        rest = (slots_s, *weights, *itertools.chain(*others)) if adds else ()
+        own = () if guests is None else (guests.guests_of, *guests.plan, *guests.own)
+        ctx.build, ctx.num_own = None if guests is None else guests.build, len(own)
         # tokens travel again on all ranks or on none, also where only one of them has further windows
-        ctx.save_for_backward(x if saved.uses_slots or several else None, spans, *rest, *saved.tensors)
-        del saved.slots
+        several = adds or ctx.windows > 1 or guests is not None
+        kept = x if saved.uses_slots or several else None
+        ctx.save_for_backward(kept, spans, *own, *rest, *saved.tensors)
+        saved.arrived = ()
         saved.tensors = []  # what torch saves may be other tensors by then
         return sums.receive()[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        experts, saved, transport = ctx.experts, ctx.saved, ctx.transport
         if tuple(map(version_of, ctx.parameters)) != ctx.versions:
             raise RuntimeError(
                 "a weight of shared experts was changed in place between the forward and the backward pass, "
                 "by an optimizer step say, and backward needs the weight as it was"
             )
-        x, spans, *saved.tensors = saved_tensors(ctx)
-        if ctx.num_others:
-            slots_s, *weights = (saved.tensors.pop(0) for _ in range(5))
-            others = [RoutePlan(*(saved.tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
+        return (*[None] * 5, *Backward(ctx).gradients(dout))
+
+
+class Backward:
+    """The backward pass of one `Dispatched`."""
+
+    def __init__(self, ctx: Any):
+        self.experts, self.transport, self.needs = ctx.experts, ctx.transport, ctx.needs
+        self.saved, self.edge, self.edges, self.adds = ctx.saved, ctx.edge, ctx.edges, ctx.adds
+        self.x, self.spans, *tensors = saved_tensors(ctx)
+        own, tensors = tensors[: ctx.num_own], tensors[ctx.num_own :]
+        self.guests = None
+        if own:
+            guests_of, order, rank, sizes, *parts = own
+            where = self.transport, ctx.dispatcher.first, ctx.dispatcher.each
+            self.guests = Guests(*where, guests_of, RoutePlan(order, rank, sizes), parts, ctx.build)
+        if self.adds:
+            self.slots_s, *self.weights = (tensors.pop(0) for _ in range(5))
+            self.others = [RoutePlan(*(tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
+        self.saved.tensors = tensors
+        self.lent: list[Tensor | None] = []  # gradients of guests' weights
+        self.ds_of_guests: Tensor | None = None
+
+    def gradients(self, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, the routing weights and the weights."""
+        transport, x, spans, edges = self.transport, self.x, self.spans, self.edges
         transport.begin()
         arriving, again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
         arriving.send(dout)
         if x is not None:
             again.send(x)
         transport.fetch(arriving, again)
-        saved.again = again
-
-        def add_others(gradients: list[Tensor | None]) -> None:
-            if ctx.num_others:
-                inputs = experts, *again.receive(), slots_s, others, weights
-                add_gradients(gradients, *arriving.receive(), *inputs)
-
-        def sum_others(dx: Tensor) -> None:
-            add_others([dx, *[None] * 5])
-
-        edges = [edge for edge in ctx.edges if edge is not None]
+        self.arriving, self.again = arriving, again
+        if self.guests is not None:
+            self.guests.lend()
+        self.saved.again = self.arrived
+        known = [edge for edge in edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         dout = arriving.receive()[0] if spans is None else arriving.arrived[0]
         try:
-            with in_passes(spans, arriving, sums, sum_others if ctx.num_others else None):
-                computed = iter(torch.autograd.grad(ctx.edge, edges, dout, **how))
+            with in_passes(spans, arriving, sums, self.add_early if self.adds else None):
+                computed = iter(torch.autograd.grad(self.edge, known, dout, **how))
         finally:
-            del saved.again
-            saved.tensors = []
+            del self.saved.again
+            self.saved.tensors = []
         arriving.receive()  # on all ranks, also where nothing has read what arrives
-        if ctx.num_others and spans is not None and ctx.edges[0] is not None and not sums.sent:
+        if self.adds and spans is not None and edges[0] is not None and not sums.sent:
             raise RuntimeError(NO_PASSES)
         if x is not None:
             again.receive()
-        dx, ds, *dweights = (None if edge is None else next(computed) for edge in ctx.edges)
+        dx, ds, *dweights = (None if edge is None else next(computed) for edge in edges)
+        dweights, dguests = dweights[: len(self.needs)], dweights[len(self.needs) :]
         left = bool(sums.sent)
-        if ctx.num_others:
-            add_others([None if left else dx, ds, *targets(experts, *dweights)])
+        self.add_late(None if left else dx, ds, dweights, dguests)
         # what a collective has received is free before the sums arrive
-        arriving = again = dout = None  # type: ignore[assignment]
+        arriving = again = dout = self.arriving = self.again = None  # type: ignore[assignment]
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)
+        if self.guests is not None and self.lent:
+            self.guests.add_to(targets(self.experts, dweights), self.lent)
         arrived = iter(sums.receive() if sums.sent else ())
         dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
-        return None, None, None, None, dx, ds, *dweights
+        return dx, ds, *dweights
+
+    def arrived(self) -> list[Tensor]:
+        """Return what `Saved` has views of: the slots, and the weights of guests."""
+        borrowed = [] if self.guests is None or self.adds else self.guests.tensors()
+        return [*self.again.receive(), *borrowed]
+
+    def add_early(self, dx: Tensor) -> None:
+        """Write the other windows' and the guests' part of the gradient of x, before own rows are added.
+
+        That is all that the windows do, but all of the guests' backward pass: their gradients leave.
+        """
+        self.add_guests(dx)
+        self.add_windows([dx, *[None] * 5])
+
+    def add_late(
+        self, dx: Tensor | None, ds: Tensor | None, dweights: Sequence[Tensor | None],
+        dguests: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        """Add the other windows' gradients, and the guests' unless `add_early` has."""
+        if self.adds:
+            self.add_windows([dx, ds, *targets(self.experts, dweights)])
+        if self.guests is not None and self.adds and not self.lent:
+            self.add_guests(dx)
+        elif self.guests is not None and not self.adds and any(self.needs):
+            self.lent = self.guests.gradients(self.guests.weights(), self.needs)
+            for to, d in zip(self.lent, dguests, strict=True):
+                if to is not None and d is not None:
+                    to.copy_(d)
+            self.guests.give_back()
+        if ds is not None and self.ds_of_guests is not None:
+            ds += self.ds_of_guests
+
+    def add_windows(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.others:
+            inputs = self.experts, *self.again.receive(), self.slots_s, self.others, self.weights
+            add_gradients(gradients, *self.arriving.receive(), *inputs)
+
+    def add_guests(self, dx: Tensor | None) -> None:
+        """Add the guests' part to the gradient of x, and send the gradients of their weights home."""
+        if self.guests is None:
+            return
+        weights, needs_s = self.guests.weights(), self.edges[1] is not None
+        self.lent = self.guests.gradients(weights, self.needs)
+        self.ds_of_guests = torch.zeros_like(self.slots_s) if needs_s else None
+        inputs = self.experts, *self.again.receive(), self.slots_s, [self.guests.plan], weights
+        add_gradients([dx, self.ds_of_guests, *self.lent], *self.arriving.receive(), *inputs)
+        if any(self.needs):
+            self.guests.give_back()

@@ -5,6 +5,7 @@ they do almost nothing: tokens without rows are neither read nor written.  Each 
 Nothing of it is kept for backward, which computes z again.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from ..kernels.experts.up import expert_up_op, expert_z_op
 from ..kernels.grouped.gmm import gmm_unpermute_add_op
 from ..kernels.grouped.tgmm import weight_gradient
 from ..kernels.rows.sums import group_sum
-from ..layers.experts import Experts, local_part
+from ..layers.experts import Experts
 from ..op import pick
 from ..routing.plan import RoutePlan
 
@@ -71,13 +72,10 @@ def add_gradients(
             weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
 
 
-def targets(
-    experts: Experts, dgate_up: Tensor | None, ddown: Tensor | None, *dbiases: Tensor | None
-) -> list[Tensor | None]:
+def targets(experts: object, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return what gradients of weights are added to: the main gradient of a trained weight that has one."""
-    main = (local_part(getattr(w, "main_grad", None)) if w.requires_grad else None
-            for w in (experts.gate_up, experts.down))  # fmt: skip
-    return [d if m is None else m for d, m in zip((dgate_up, ddown), main, strict=True)] + list(dbiases)
+    main = experts.main_grads() if hasattr(experts, "main_grads") else ()
+    return [d if m is None else m for d, m in itertools.zip_longest(gradients, main)]
 
 
 def inputs_of(

@@ -31,7 +31,7 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 @checked
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, rows: float = 2.0, max_tokens: int | None = None,
-    keep_x: bool = False, transport: str = "auto", fsdp: bool = True,
+    keep_x: bool = False, transport: str = "auto", guests: int | str = 0, fsdp: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None, reshard_after_forward: bool = True,
 ) -> nn.Module:  # fmt: skip
     """Share the experts of every `Experts` and `LoRAExperts`, also of 4 bits, and shard by FSDP2; in place.
@@ -49,7 +49,7 @@ def parallelize(
 
     mesh        from `expert_mesh`.  Experts are sharded over both axes, those of 4 bits over `ep` alone, and
                 everything else over all ranks.
-    rows, max_tokens, keep_x, transport    see `ExpertDispatcher`.
+    rows, max_tokens, keep_x, transport, guests    see `ExpertDispatcher`.
     fsdp        False shares the experts only.  Then the gradients of an expert are those of the sum of the
                 ranks' losses, and others those of a rank's own: `reduce_gradients` makes means of both.
     mp_policy, reshard_after_forward    those of `fully_shard`.  Routing weights stay float32.
@@ -61,7 +61,13 @@ def parallelize(
     and for a parameter that two modules of experts share.
     """
     check_mesh(mesh)
-    style = ExpertParallel(rows=rows, max_tokens=max_tokens, keep_x=keep_x, transport=transport)
+    how: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "keep_x": keep_x,
+        "transport": transport,
+        "guests": guests,
+    }
+    style = ExpertParallel(rows=rows, **how)
     found = experts_to_share(model)
     if any(map(is_fsdp, model.modules())):
         raise ValueError("model is sharded by FSDP2 already: call parallelize once, on the whole model")

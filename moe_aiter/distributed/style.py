@@ -25,17 +25,18 @@ class ExpertParallel(ParallelStyle):
     own, as `parallelize` does.  Codes and scales of weights of 4 bits become DTensors too; NF4's scales are
     float32 then, 4.5 bits a weight.  The keyword arguments are those of `ExpertDispatcher`.
     Raises TypeError for another module, ValueError for a mesh of several axes, if a rank would have no
-    expert, and for several adapters of experts that the ranks do not divide.
+    expert, for several adapters of experts that the ranks do not divide, and for guests with several
+    adapters.
     """
 
     @checked
     def __init__(
         self, *, rows: float = 2.0, max_tokens: int | None = None, keep_x: bool = False,
-        transport: str = "auto",
+        transport: str = "auto", guests: int | str = 0,
     ):  # fmt: skip
         super().__init__()
-        check_dispatch_options(rows, max_tokens, keep_x, transport)
-        self.options: dict[str, Any] = {"rows": rows, "max_tokens": max_tokens}
+        check_dispatch_options(rows, max_tokens, keep_x, transport, guests)
+        self.options: dict[str, Any] = {"rows": rows, "max_tokens": max_tokens, "guests": guests}
         self.options |= {"keep_x": keep_x, "transport": transport}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -45,6 +46,8 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"ExpertParallel takes a mesh of one axis, but this one has {device_mesh.ndim}")
         if module.dispatcher is not None:
             raise ValueError("these experts are shared among ranks already")
+        if self.options["guests"] and isinstance(module, LoRAExperts) and module.num_adapters > 1:
+            raise ValueError("guests: experts with several adapters cannot be lent, only those with one")
         group = device_mesh.get_group()
         module.dispatcher = ExpertDispatcher(group, groups_of(module, group.size()), **self.options)
 

@@ -13,6 +13,7 @@ transports do too, unless a rank has more rows than a window: windows are added 
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -27,15 +28,18 @@ from torch import Tensor
 
 from ..files import read_text
 from ..kernels.base.sources import by_source
-from ..private_api import symmetric_memory
-from .collective import add_parts, combine_tokens, dispatch_tokens
+from ..kernels.rows.guests import Places, places_in, send_guests
+from ..private_api import process_group, symmetric_memory
+from .collective import add_parts, all_gather, combine_tokens, dispatch_tokens
 
 log = logging.getLogger("moe_aiter")
 
 TRANSPORTS = "auto", "collective", "symmetric"
 TIMEOUT = 600_000  # milliseconds that a rank waits for another on its GPU: NCCL's usual ten minutes
 ALIGNMENT = 256  # bytes
-X, DOUT, SUMS, ROUTING = range(4)  # the regions of a pool
+X, DOUT, SUMS, ROUTING, GUESTS, GRADIENTS = range(6)  # the regions of a pool
+SIDE = 1  # the channel of barriers beside those of the main stream
+SendHome = Callable[[], Callable[[], list[Places]]]  # begins to send, and returns what waits for all ranks
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -72,6 +76,39 @@ class Collective:
     def combine(self) -> Transfer:
         return CollectiveTransfer(combine_tokens, self.group)
 
+    def lend(
+        self, parts: Sequence[Tensor], guests_of: Tensor, first: int, each: int
+    ) -> Callable[[], list[Tensor]]:
+        """Send each guest's part of `parts` (E, n); returns what returns the guests' (G, n).
+
+        Each rank sends all slots to all ranks, of which it has filled those of its own experts.
+        """
+        (ranks, guests), group = guests_of.shape, process_group(self.group[0])
+        home = guests_of[group.rank()].div(each, rounding_mode="floor").clamp(0, ranks - 1)
+        slot, arrived = torch.arange(guests, device=guests_of.device), []
+        for t in parts:
+            sent = t.new_empty(ranks, guests, t.shape[1])
+            send_guests(t, places_in(sent), guests_of, first)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
+            arrived.append(received[home, slot])
+        return lambda: arrived
+
+    def gradients(
+        self, guests: int, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+    ) -> tuple[list[Tensor], SendHome]:
+        """Return zeros (G, n) for the gradients of guests, and what sends these home."""
+        zeros = [torch.zeros(guests, n, dtype=dtype, device=device) for n, dtype in sizes]
+
+        def send() -> Callable[[], list[Places]]:
+            name, ranks = self.group
+            received = [t.new_empty(ranks, *t.shape) for t in zeros]
+            for t, parts in zip(zeros, received, strict=True):
+                all_gather(parts.flatten(0, 1), t, group=process_group(name))
+            return lambda: list(map(places_in, received))
+
+        return zeros, send
+
 
 class CollectiveTransfer(Transfer):
     def __init__(self, op: Callable[[Tensor, str, int], Tensor], group: tuple[str, int]):
@@ -86,7 +123,7 @@ class CollectiveTransfer(Transfer):
 
 
 class Pool:
-    """Memory on each rank of a group that all of them can read and write, in four regions.
+    """Memory on each rank of a group that all of them can read and write, in regions.
 
     A dispatch copies a rank's rows into its own region, from where the other ranks fetch them; rows of the
     routing are few, and go to all ranks at once.  A combine copies rows into the region of their home, which
@@ -101,7 +138,10 @@ class Pool:
         self.rank, self.ranks = group.rank(), group.size()
         self.memory = memory.empty(self.starts[-1], dtype=torch.uint8, device=device)
         self.handle = memory.rendezvous(self.memory, group.group_name)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # before products, whose programs would leave no room for those of small copies
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        memories = [self.buffer(rank, 0, 0, (self.starts[-1],), torch.uint8) for rank in range(self.ranks)]
+        self.bases = torch.tensor([t.data_ptr() for t in memories], dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """Wait, on the GPU, until no rank uses what arrived earlier."""
@@ -124,6 +164,54 @@ class Pool:
         self.barrier()
         for transfer in own:
             transfer.fetch()
+
+    def lend(
+        self, parts: Sequence[Tensor], guests_of: Tensor, first: int, each: int
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to write each guest's part of `parts` (E, n) to its slot; returns what waits for the guests'
+        (G, n)."""
+        own = self.places(GUESTS, guests_of.shape[1], [(t.shape[1], t.dtype) for t in parts])
+
+        def send() -> None:
+            for t, places in zip(parts, own, strict=True):
+                send_guests(t, places, guests_of, first)
+
+        ended = self.aside(send)
+        return lambda: ended() or [places.parts[self.rank] for places in own]
+
+    def gradients(
+        self, guests: int, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+    ) -> tuple[list[Tensor], SendHome]:
+        """Return zeros (G, n) for the gradients of guests, and what lets other ranks read them."""
+        every = self.places(GRADIENTS, guests, sizes)
+
+        def send() -> Callable[[], list[Places]]:
+            ended = self.aside()
+            return lambda: ended() or every
+
+        return [places.parts[self.rank].zero_() for places in every], send
+
+    def aside(self, send: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Send beside products, and wait there until all ranks have; returns what waits for that."""
+        with beside(self.stream) as stream:
+            send()
+            self.handle.barrier(SIDE, TIMEOUT)
+            event = None if stream is None else stream.record_event()
+        return functools.partial(self.join, event, send)
+
+    def join(self, event: torch.cuda.Event | None, sent: Callable[[], None]) -> None:
+        """Let the current stream wait for an event; until then `sent` keeps what travels."""
+        if event is not None and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event)
+
+    def places(self, region: int, guests: int, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Places]:
+        """Return where in a region of each rank tensors of (G, n) lie, one after the other."""
+        places, offset = [], 0
+        for n, dtype in sizes:
+            parts = [self.buffer(rank, region, offset, (guests, n), dtype) for rank in range(self.ranks)]
+            places.append(Places(parts, self.bases, self.starts[region] + offset))
+            offset += aligned(guests * n * dtype.itemsize)
+        return places
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""
@@ -231,6 +319,9 @@ class Fetch(PoolTransfer):
         self.copies = []
 
 
+Transport = Collective | Pool
+
+
 class Sources:
     """The passes of `kernels/base/sources.py`: the rows of own tokens first, then those of each rank as they
     arrive; the sums of other ranks' tokens first, which travel while the own ones are computed.
@@ -305,11 +396,16 @@ def pool_for(group: dist.ProcessGroup, sizes: Sequence[int], device: torch.devic
     return pools[-1]
 
 
-def region_sizes(ranks: int, x: Tensor, s: Tensor, num_experts: int) -> list[int]:
-    """Return the bytes of each region for x (T, H), its plan and routing weights s (T, k), and gradients."""
+def region_sizes(
+    ranks: int, x: Tensor, s: Tensor, num_experts: int, guests: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """Return the bytes of each region for x (T, H), its plan and routing weights s (T, k), and gradients.
+
+    `guests` are those of the guests' weights and of their gradients.
+    """
     tokens, routing = (max(aligned(ranks * t.nbytes), ALIGNMENT) for t in (x, s))
     # of fixed size are the numbers of rows and of tokens
-    return [tokens, tokens, tokens + routing, aligned(4 * ranks * (num_experts + 1)) + 2 * routing]
+    return [tokens, tokens, tokens + routing, aligned(4 * ranks * (num_experts + 1)) + 2 * routing, *guests]
 
 
 def aligned(size: int) -> int:

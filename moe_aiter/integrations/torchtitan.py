@@ -120,13 +120,14 @@ class Experts(Fused, GroupedExperts):
         return tuple(local_part(getattr(self, name)) for name in WEIGHTS_IN_TURN)
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the output of this rank's experts, with these weights in place of the parameters.
 
         All windows of a dispatcher keep their pre-activations, whatever `save_z` says.
         """
-        gate, up, down = self.main_grads()
+        gate, up, down = (None,) * 3 if lent else self.main_grads()
         return split_expert_mlp(
             x, *weights, routing_weights, plan, gate_main_grad=gate, up_main_grad=up, down_main_grad=down
         )
@@ -146,13 +147,14 @@ class GptOssExperts(Fused, GptOssGroupedExperts):
         weights = self.mlp1_weight_EGD, self.mlp2_weight_EDF, self.mlp1_bias_EG, self.mlp2_bias_ED
         gate_up, down, gate_up_bias, down_bias = map(local_part, weights)
         down_bias = ScaleBiasForward.apply(down_bias, tensor_parallel_size(weights[0]), down_bias.dtype)
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, *self.main_grads())
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias)
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the output of this rank's experts, with these weights in place of the parameters."""
-        w = ExpertWeights(*weights)
+        w = ExpertWeights(*weights[:4], *(() if lent else self.main_grads()))
         w = w._replace(gate_up=w.gate_up.to(x.dtype), down=w.down.to(x.dtype))
         act = swiglu_limit(self.swiglu_limit, self.swiglu_limit, alpha=1.702, up_offset=1.0)
         options = ExpertOptions(act, interleaved=True, recompute="none" if save_z else "z")

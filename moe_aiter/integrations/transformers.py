@@ -80,7 +80,10 @@ warned = set()  # classes of models that had their warning
 
 
 @checked
-def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x: bool | None = None) -> None:
+def register(
+    *, rows: float | None = None, max_tokens: int | None = None, keep_x: bool | None = None,
+    guests: int | str | None = None,
+) -> None:  # fmt: skip
     """Add `experts_implementation="moe_aiter"` to transformers.  Further calls change only the options.
 
     Where transformers has `DistributedConfig(ep_implementation=...)`, as 5.23 does, the name works there too.
@@ -96,12 +99,16 @@ def register(*, rows: float | None = None, max_tokens: int | None = None, keep_x
         check_positive(rows=rows)
     if max_tokens is not None:
         check_sizes(max_tokens=max_tokens)
+    if guests is not None:
+        from ..distributed.experts import check_guests
+
+        check_guests(guests)
     interface().register(NAME, experts_forward)
     if (of_fp8 := fp8_interface()) is not None:
         of_fp8.register(NAME, experts_forward)
     if (parallel := parallel_interface()) is not None:
         parallel.register(NAME, implementation())
-    options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x}
+    options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "guests": guests}
     _options.update((name, value) for name, value in options.items() if value is not None)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
@@ -599,7 +606,7 @@ class DispatchedExperts:
         weights = [kept(experts, name) for name in names_of(experts)]
         if not all(hasattr(weight, "placements") for weight in weights):
             raise ValueError(f"ep_plan leaves weights of {kind} whole: shard each by 'grouped_gemm'")
-        self.module = experts
+        self.module, self.sums = experts, (None, None)
         self.dispatcher = ExpertDispatcher(ep_mesh.get_group(), weights[0].shape[0], **_options)
         super().__init__(experts, ep_mesh, tp_mesh)  # of transformers' EPImplementation
 
@@ -626,27 +633,34 @@ class DispatchedExperts:
         module = self.module
         if has_norm(module) or known_gate(module) is None:
             return ()
-        weights = weights_of(module)
+        up, down, *biases, up_sum, down_sum = weights_of(module)
+        self.sums = up_sum, down_sum
         if runs_fused(module):
-            return weights
-        up, down = cast_as_linear(weights.gate_up, weights.down)
+            return up, down, *biases
+        up, down = cast_as_linear(up, down)
         none = LowRank(None, None)
         factors = [(low or none)[:3] for low in low_rank_of(module, up, down)]
-        return *weights._replace(gate_up=up, down=down), *factors[0], *factors[1]
+        return up, down, *biases, *factors[0], *factors[1]
+
+    def main_grads(self) -> tuple[Tensor | None, ...]:
+        """Return where gradients of gate_up and down are added, if they have such a place."""
+        return self.sums
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the output of this rank's experts, with these weights in place of the module's."""
         module, low_rank = self.module, None
-        weights, factors = weights[:6], weights[6:]
+        weights, factors = weights[:4], weights[4:]
         if factors:
             adapters = getattr(module, ADAPTERS, None) or {}
             low_rank = tuple(
                 LowRank(*found, adapters[name].input_dropout) if name in adapters else None
                 for name, found in zip(names_of(module), (factors[:3], factors[3:]), strict=True)
             )
-        weights = ExpertWeights(*weights) if weights else weights_of(module)
+        sums = () if lent else self.sums
+        weights = ExpertWeights(*weights, *sums) if weights else weights_of(module)
         return compute_experts(module, x, routing_weights, plan, weights, save_z, low_rank)
 
 

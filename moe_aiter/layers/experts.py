@@ -128,16 +128,22 @@ class Experts(WithOptions):
         """Return gate_up, down and their biases, for sharded ones the part of this rank."""
         return tuple(map(local_weight, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
+    def main_grads(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return where gradients of gate_up and down are added, if they are trained and have such a place."""
+        weights = self.gate_up, self.down
+        gate_up, down = (getattr(w, "main_grad", None) if w.requires_grad else None for w in weights)
+        return local_part(gate_up), local_part(down)
+
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters.
 
-        Without `save_z` backward computes the pre-activations again, whatever `recompute` says.
+        Without `save_z` backward computes the pre-activations again, whatever `recompute` says.  Weights that
+        other ranks have `lent` get their gradients from autograd, not in a main gradient of this rank's.
         """
-        gate_up, down, up_bias, down_bias = weights
-        up_sum, down_sum = getattr(self.gate_up, "main_grad", None), getattr(self.down, "main_grad", None)
-        whole = ExpertWeights(gate_up, down, up_bias, down_bias, local_part(up_sum), local_part(down_sum))
+        whole = ExpertWeights(*weights, *(() if lent else self.main_grads()))
         options = self.options if save_z else replace(self.options, recompute="z")
         return mix_experts(x, whole, routing_weights, plan, options)
 

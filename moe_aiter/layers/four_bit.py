@@ -136,8 +136,9 @@ class FourBitExperts(SteppedExperts, WithOptions):
         return self.gate_up.weight(), self.down.weight(), *biases
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias = weights
         x, gate_up, down = cast_as_linear(x, gate_up, down)

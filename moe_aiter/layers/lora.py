@@ -609,13 +609,14 @@ class LoRAExperts(SteppedExperts):
         return gate_up, down, *biases, *factors[0], *factors[1]
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True
-    ) -> Tensor:
+        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
+        lent: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, on this rank, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias, *factors = weights
         base, loras = self.base, (self.gate_up_lora, self.down_lora)
         if not factors:
-            return base.compute(x, routing_weights, plan, weights, save_z)
+            return base.compute(x, routing_weights, plan, weights, save_z, lent)
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)

@@ -1,6 +1,7 @@
 """Experts shared by all GPUs of this machine, over NCCL."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import settings
-from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed import ExpertParallel, expert_mesh, guests
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 
 from ..references import expert_loop_reference
@@ -29,11 +30,12 @@ def share(experts, world, **options):
     return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
 
 
-def draw(world, seed=1, dtype=torch.bfloat16):
+def draw(world, seed=1, dtype=torch.bfloat16, skew=0.0):
     """x, ids, routing weights and dout of all ranks, the same on each."""
     generator = torch.Generator().manual_seed(seed)
     n = world * T
-    ids = torch.rand(n, E, generator=generator).argsort(1)[:, :K]
+    law = torch.arange(1.0, E + 1) ** -skew
+    ids = (torch.rand(n, E, generator=generator) ** (1 / law)).argsort(1, descending=True)[:, :K]
     x, s, dout = (torch.randn(n, size, generator=generator) for size in (H, K, H))
     return x.to("cuda", dtype), ids.cuda(), s.softmax(1).cuda(), dout.to("cuda", dtype)
 
@@ -64,7 +66,7 @@ def reference(experts, dtype, x, ids, s, dout) -> dict:
 
 def check_values(rank, world, backend, dtype, options):
     """As good as plain torch, and the same bits twice; in float32 weights' gradients are one process's."""
-    experts, given = build(dtype, bias=True), draw(world, dtype=dtype)
+    experts, given = build(dtype, bias=True), draw(world, dtype=dtype, skew=2.0 if "guests" in options else 0)
     truth, torchs = (reference(experts, d, *given) for d in (torch.float64, dtype))
     with use(backend):
         alone = step(experts, experts, *given)
@@ -74,21 +76,25 @@ def check_values(rank, world, backend, dtype, options):
         assert torch.equal(value, runs[1][what]), f"{backend}, {options}, {what}: two runs differ"
         got, best = error(value, truth[what]), error(torchs[what], truth[what])
         assert got <= 2 * best + 1e-7, f"{backend}, {dtype}, {options}, {what}: {got:.2e}, torch {best:.2e}"
-        if dtype == torch.float32 and what not in ("out", "dx") and "rows" not in options:
+        if dtype == torch.float32 and what not in ("out", "dx") and not {"rows", "guests"} & {*options}:
             assert torch.equal(value, alone[what]), f"{backend}, {what} is not that of one process"
 
 
-def check_transports(rank, world):
-    """Three layers of large tensors, whose copies run beside products: the same bits by both transports."""
+def check_transports(rank, world, guests=0):
+    """Three layers of large tensors, whose copies run beside products: the same bits by both transports.
+
+    With guests, bits are those of two runs; sums have another order by the other transport.
+    """
     tokens, hidden = 4096, 1024
     torch.manual_seed(rank)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(3, tokens, E, device="cuda").argsort(2)[..., :K]
+    law = torch.arange(1.0, E + 1, device="cuda") ** -(1.0 if guests else 0.0)
+    ids = (torch.rand(3, tokens, E, device="cuda") ** (1 / law)).argsort(2)[..., :K]
     s, results = torch.rand(3, tokens, K, device="cuda"), []
     torch.manual_seed(0)
     layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     for transport in ("collective", "auto"):
-        shared = [share(layer, world, transport=transport) for layer in layers]
+        shared = [share(layer, world, transport=transport, guests=guests) for layer in layers]
         for _ in range(3):
             leaf, weights = x.clone().requires_grad_(), s.clone().requires_grad_()
             out = leaf
@@ -99,14 +105,15 @@ def check_transports(rank, world):
             gradients = [whole(p.grad) for layer in shared for p in layer.parameters()]
             results.append([out.detach(), leaf.grad, weights.grad, *gradients])
         assert shared[0].dispatcher.symmetric == (transport == "auto" and world > 1)
-    for others in results[1:]:
-        assert all(map(torch.equal, results[0], others))
+    for first, others in ((0, results[1:3]), (3, results[4:])) if guests else ((0, results[1:]),):
+        assert all(all(map(torch.equal, results[first], other)) for other in others)
+    assert all(error(*pair) < 1e-2 for pair in zip(results[0], results[3], strict=True))
 
 
-def check_no_synchronisation(rank, world, transport):
+def check_no_synchronisation(rank, world, **options):
     """100 steps in which nothing may wait for the GPU."""
-    experts = share(build(), world, transport=transport)
-    x, ids, s, dout = mine(rank, world, draw(world))
+    experts = share(build(), world, **options)
+    x, ids, s, dout = mine(rank, world, draw(world, skew=2.0))
     plan = make_plan(ids, E)
     for i in range(103):
         if i == 3:
@@ -137,8 +144,8 @@ def check_graph(rank, world, **options):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run_once()
-    for seed in range(5):
-        new = mine(rank, world, draw(world, seed))
+    for seed in range(5):  # of which those with guests lend in some
+        new = mine(rank, world, draw(world, seed, skew=2.0 if seed % 2 else 0))
         with torch.no_grad():
             for old, value in zip((x, ids, s, dout), new, strict=True):
                 old.copy_(value)
@@ -169,6 +176,23 @@ def check_empty_ranks(rank, world, transport):
     assert all(whole(p.grad).isfinite().all() for p in experts.parameters())
 
 
+def lends(rank, world, folder):
+    """Experts lent for one call, also of few rows, and transfers that take no time."""
+    guests.LINK = math.inf
+    few = {"guests": min(4, E - E // world)}
+    for backend in ("triton", "auto"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for options in (few, few | {"rows": 0.5}, few | {"max_tokens": T + 3}):
+                for transport in ("collective", "symmetric"):
+                    check_values(rank, world, backend, dtype, options | {"transport": transport})
+    check_transports(rank, world, **few)
+    object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
+    for transport in ("collective", "auto"):
+        check_no_synchronisation(rank, world, transport=transport, **few)
+        check_graph(rank, world, transport=transport, **few)
+    check_graph(rank, world, rows=0.5, **few)
+
+
 def everything(rank, world, folder):
     for backend in ("triton", "auto"):
         for dtype in (torch.bfloat16, torch.float32):
@@ -179,7 +203,7 @@ def everything(rank, world, folder):
     check_transports(rank, world)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
     for transport in ("collective", "auto"):
-        check_no_synchronisation(rank, world, transport)
+        check_no_synchronisation(rank, world, transport=transport)
         check_graph(rank, world, transport=transport)
         check_graph(rank, world, transport=transport, rows=0.5)
         check_empty_ranks(rank, world, transport)
@@ -187,3 +211,8 @@ def everything(rank, world, folder):
 
 def test_on_gpus(tmp_path):
     run(gpus(), everything, tmp_path, "nccl")
+
+
+@pytest.mark.skipif(gpus() < 2, reason="it needs two GPUs")
+def test_guests_on_gpus(tmp_path):
+    run(gpus(), lends, tmp_path, "nccl")

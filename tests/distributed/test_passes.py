@@ -73,17 +73,18 @@ def check(rank, world, folder):
         use_files(folder, patch)
         patch.setattr(slots, "ROWS", 8)  # several windows of few rows
         log = Log(patch)
-        cases = (float(world), "none"), (float(world), "z"), (0.5, "none")
-        for rows, recompute in cases if world == 2 else cases[:1]:
+        cases = (float(world), "none", 2), (float(world), "z", 0), (0.5, "none", 0), (0.5, "none", 1)
+        for rows, recompute, guests in cases if world == 2 else cases[:1]:
             results = []
-            for name in ("collective", "symmetric"):
-                style = ExpertParallel(transport=name, rows=rows)
+            for name, lent in (("collective", 0), ("collective", guests), ("symmetric", guests)):
+                style = ExpertParallel(transport=name, rows=rows, guests=lent)
                 mesh = expert_mesh("cpu", world)["ep"]
                 shared = parallelize_module(copy.deepcopy(experts), mesh, style)
                 log.events.clear()
                 results.append(step(shared, x, ids, s, dout, recompute))
             for what, value in results[0].items():
-                assert error(results[1][what], value) < 1e-6, (what, rows, recompute)
+                for others in results[1:]:
+                    assert error(others[what], value) < 1e-6, (what, rows, recompute, guests)
             expected = [*["rows"] * world, "wait", *["sums"] * world]
             assert log.events[: len(expected)] == expected
         # the last results that the rank's process computes: a kernel of a user's own, which knows no passes

@@ -1,0 +1,193 @@
+"""Experts lent for one call: a rank with many rows has other ranks compute some of them.
+
+    lend_rows            from the numbers of rows, the same on all ranks: who computes which rows
+    Guests.lend          weights of lent experts travel to guest slots of the borrowers
+    Guests.plan          the rows of guests, one more window: computed as those past the first one are, with
+                         the weights that have arrived
+    Guests.give_back     in backward, gradients of guests' weights travel home, in float32
+    Guests.add_to        the home rank adds them to its own, in the order of the borrowers
+
+Numbers of rows are known on the GPU alone, so all of this always runs; without a loan no weight travels.
+"""
+
+import functools
+import itertools
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.base.check import sum_dtype
+from ..kernels.quantize.four_bit import FourBit
+from ..kernels.rows.guests import Places, add_guests
+from ..routing.plan import RoutePlan
+from .transport import Transport, aligned
+
+log = logging.getLogger("moe_aiter")
+
+AUTO = "auto"
+MOST = 8  # guests that "auto" asks for: they serve a Zipf law over eight ranks
+MOST_BYTES = 2**30  # of their slots
+LINK, RATE = 240e9, 600e12  # bytes a second that a kernel writes to another GPU, and FLOP/s of products
+BLOCK = {"cuda": 128}  # rows of a tile of a product, of which a loan is a multiple
+BY_EXPERT = "packed", "scales", "offset"  # the parts of a plain weight of 4 bits that each expert has
+Build = Callable[[Sequence[Tensor]], tuple[Any, ...]]  # weights of their tensors
+
+
+class Lending(NamedTuple):
+    """How much ranks lend each other: see `lend_rows`."""
+
+    guests: int  # G, slots of a rank
+    block: int
+    least: int
+
+
+def lending_for(weights: Sequence[Any], guests: int) -> Lending:
+    """Return which loans pay, of experts with these weights: those that take less time to send than to
+    compute.
+
+    Both are proportional to the numbers of an expert, which a row multiplies once.  On a CPU, ranks share
+    its memory, and every loan pays.
+    """
+    parts, _ = split(weights)
+    device = parts[0].device.type
+    sent = sum(bytes_of(t) for t in parts)
+    numbers = sum(math.prod(w.shape[1:]) for w in weights if w is not None)
+    least = 1 if device == "cpu" else int(sent / LINK * RATE / (2 * numbers))
+    return Lending(guests, BLOCK.get(device, 1), least)
+
+
+def auto_guests(weights: Sequence[Any], rows: int, others: int) -> int:
+    """Return how many guests a rank can use, with so many rows of a balanced load and experts of others."""
+    pays = rows // lending_for(weights, 1).least
+    fits = MOST_BYTES // sum(guest_bytes(weights, 1))
+    guests = min(MOST, others, pays, fits)
+    size = sum(guest_bytes(weights, guests)) / 1e6
+    log.info("expert parallelism: ranks borrow up to %d experts, for which each has %.1f MB", guests, size)
+    return guests
+
+
+def guest_bytes(weights: Sequence[Any], guests: int) -> tuple[int, int]:
+    """Return the bytes of so many guests' weights, and of the gradients of those that are trained."""
+    trained = [w for w in weights if w is not None and w.requires_grad]
+    sizes = [bytes_of(t) for t in split(weights)[0]], [w[0].numel() * sum_dtype(w).itemsize for w in trained]
+    of_weights, of_gradients = (sum(aligned(guests * size) for size in part) for part in sizes)
+    return of_weights, of_gradients
+
+
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of each expert of `t` (E, ...)."""
+    return t[0].numel() * t.element_size()
+
+
+def split(weights: Sequence[Any]) -> tuple[list[Tensor], Build]:
+    """Return the tensors of these weights, each of (E, ...), and what makes such weights of other tensors."""
+    parts: list[Tensor] = []
+    kinds: list[Callable[[Iterator[Tensor]], Any]] = []
+    for w in weights:
+        if isinstance(w, FourBit):
+            w = w.plain()
+            names = [name for name in BY_EXPERT if getattr(w, name) is not None]
+            parts += [getattr(w, name) for name in names]
+            kinds.append(functools.partial(four_bit, names, w.table, w.format, w.dtype))
+        else:
+            parts += [] if w is None else [w]
+            kinds.append(nothing if w is None else next)
+
+    def build(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        rest = iter(tensors)
+        return tuple(kind(rest) for kind in kinds)
+
+    return parts, build
+
+
+def nothing(rest: Iterator[Tensor]) -> None:
+    """Make a weight that is None."""
+
+
+def four_bit(
+    names: Sequence[str], table: Tensor | None, format: str, dtype: torch.dtype, rest: Iterator[Tensor]
+) -> FourBit:
+    """Make a weight of 4 bits."""
+    parts: dict[str, Any] = dict.fromkeys(BY_EXPERT) | {name: next(rest) for name in names}
+    return FourBit(**parts, nested=None, table=table, format=format, dtype=dtype)
+
+
+def rows_of(w: Tensor) -> Tensor:
+    """Return (E, n): the numbers of each expert as they lie in memory, a copy where they lie apart."""
+    if not is_dense(w):
+        w = w.contiguous()
+    return w.as_strided((len(w), w[0].numel()), (w.stride(0), 1), w.storage_offset())
+
+
+def as_experts(t: Tensor, w: Tensor) -> Tensor:
+    """Return `t` (G, n) as experts (G, ...) that lie in memory as those of `w` do in `rows_of`."""
+    if not is_dense(w):
+        return t.view(len(t), *w.shape[1:])
+    return t.as_strided((len(t), *w.shape[1:]), (t.stride(0), *w.stride()[1:]), t.storage_offset())
+
+
+def is_dense(w: Tensor) -> bool:
+    """Whether the numbers of an expert lie together, in any order of its axes."""
+    pairs = zip(w.stride()[1:], w.shape[1:], strict=True)
+    axes = sorted((stride, size) for stride, size in pairs if size != 1)
+    strides = itertools.accumulate((size for _, size in axes), operator.mul, initial=1)
+    return all(stride == expected for (stride, _), expected in zip(axes, strides, strict=False))
+
+
+class Guests:
+    """The experts that this rank borrows for one call, and those of its own that it lends.
+
+    plan          the rows of guests, in G groups
+    own, build    what `split` returns for the weights of this rank's experts
+    """
+
+    def __init__(
+        self, transport: Transport, first: int, each: int, guests_of: Tensor, plan: RoutePlan,
+        own: list[Tensor], build: Build,
+    ):  # fmt: skip
+        self.transport, self.first, self.each = transport, first, each
+        self.guests_of, self.plan, self.own, self.build = guests_of, plan, own, build
+        self.arrive: Callable[[], list[Tensor]] = list
+        self.come_home: Callable[[], list[Places]] = list
+
+    def lend(self) -> None:
+        """Begin to send the weights."""
+        rows = list(map(rows_of, self.own))
+        self.arrive = self.transport.lend(rows, self.guests_of, self.first, self.each)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the guests' weights, (G, ...) each, once they are here."""
+        return list(map(as_experts, self.arrive(), self.own))
+
+    def weights(self) -> tuple[Any, ...]:
+        """Return the guests' weights, once they are here."""
+        return self.build(self.tensors())
+
+    def gradients(self, weights: Sequence[Any], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return zeros, to which the gradients of those weights that need one are added."""
+        trained = [w if need else None for w, need in zip(weights, needed, strict=True)]
+        sizes = [(w[0].numel(), sum_dtype(w)) for w in trained if w is not None]
+        guests, device = self.guests_of.shape[1], self.guests_of.device
+        zeros, self.send_home = self.transport.gradients(guests, sizes, device)
+        rest = iter(zeros)
+        return [None if w is None else as_experts(next(rest), w) for w in trained]
+
+    def give_back(self) -> None:
+        """Begin to send what was added to `gradients` home."""
+        self.come_home = self.send_home()
+
+    def add_to(self, targets: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        """Add what has come home to the gradients of this rank's experts, (E, ...) each."""
+        pairs = [(to, guest) for to, guest in zip(targets, gradients, strict=True) if guest is not None]
+        for (to, guest), places in zip(pairs, self.come_home(), strict=True):
+            assert to is not None  # autograd sends zeros where no row was computed
+            alike = is_dense(to) and to.stride()[1:] == guest.stride()[1:]
+            total = to if alike else as_experts(guest.new_zeros(len(to), guest[0].numel()), guest)
+            add_guests(rows_of(total), places, self.guests_of, self.first)
+            if not alike:
+                to += total

@@ -1,0 +1,167 @@
+"""Experts lent for one call: whoever computes a row, the results are those of one process."""
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from check import error, few
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from moe_aiter import Experts, make_plan, use
+from moe_aiter.config import interpret
+from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed import experts as dispatching
+from moe_aiter.kernels.experts.inputs import ExpertInputs
+from moe_aiter.kernels.experts.mlp import by_layer
+from moe_aiter.kernels.rows.lend import lend_rows
+from moe_aiter.op import IMPLS
+
+from ..references import expert_loop_reference
+from .ranks import gathered, run, whole
+from .shared_memory import use_files
+
+if interpret:
+    pytest.skip("nothing here runs Triton: test_passes.py does", allow_module_level=True)
+
+CASES = 100  # for each number of ranks
+
+
+def draw(number: int, world: int) -> dict:
+    """One combination of sizes, skew and options."""
+    r = random.Random(number)
+    each = r.randint(1, 5)
+    case = {
+        "experts": r.randint((world - 1) * each + 1, world * each) if each > 1 else world,
+        "tokens": r.choice([0, 1, 7, 32, 60]),
+        "skew": r.choice([0.0, 1.0, 2.0, 8.0]),
+        "hot": r.randrange(world),
+        "kept": r.choice([1.0, 1.0, 0.7, 0.0]),  # choices that are not dropped
+        "bias": r.random() < 0.5,
+        "activation": r.choice(["swiglu", "gelu"]),
+        "recompute": r.choice(["none", "z"]),
+        "frozen": r.choice([(), (), ("gate_up",), ("down", "down_bias"), ("x",)]),
+        "main_grad": r.random() < 0.3,
+        "transposed": r.random() < 0.3,
+        "transport": r.choice(["collective", "symmetric"]),
+        "backend": r.choice(["auto", "torch", "as on GPUs"]),
+        "checkpoint": r.choice([None, None, True, False]),  # use_reentrant
+        "rows": r.choice([0.5, 1.0, 2.0]),
+        "padding": r.choice([None, 3]),
+        "micro-batches": r.choice([1, 2]),
+    }
+    case["top_k"] = r.randint(1, min(4, case["experts"]))
+    case["guests"] = r.choice(["auto", *range(min(8, case["experts"] - each) + 1)])
+    return case
+
+
+def experts_of(case: dict) -> Experts:
+    torch.manual_seed(0)
+    options = {name: case[name] for name in ("bias", "activation", "recompute")}
+    experts = Experts(case["experts"], 16, 8, **options)
+    for name in case["frozen"]:
+        if getattr(experts, name, None) is not None:
+            getattr(experts, name).requires_grad_(False)
+    if case["transposed"]:
+        for name in ("gate_up", "down"):
+            w = getattr(experts, name)
+            setattr(experts, name, torch.nn.Parameter(w.detach().mT.contiguous().mT, w.requires_grad))
+    return experts
+
+
+def batch_of(case: dict, world: int, seed: int) -> tuple:
+    """x, ids, routing weights and dout of all ranks' tokens."""
+    torch.manual_seed(seed)
+    n, E, k = world * case["tokens"], case["experts"], case["top_k"]
+    each = -(-E // world)
+    law = (1 + (torch.arange(E) - case["hot"] * each) % E) ** -case["skew"]
+    ids = (law.log() - torch.rand(n, E).log().neg().log()).topk(k).indices
+    ids = ids.masked_fill(torch.rand(n, k) >= case["kept"], -1)
+    return torch.randn(n, 16), ids, torch.rand(n, k), torch.randn(n, 16)
+
+
+def step(fn, experts, case, batches, own=lambda t: t) -> dict:
+    """Output and gradients of some micro-batches; those of tokens are the last one's."""
+    sums = {}
+    if case["main_grad"]:
+        for name in ("gate_up", "down"):
+            w = getattr(experts, name)
+            if w.requires_grad:
+                w.main_grad = torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
+                sums[name] = w.main_grad
+    for batch in batches:
+        x, ids, s, dout = map(own, batch)
+        x, s = x.clone().requires_grad_("x" not in case["frozen"]), s.clone().requires_grad_()
+        out = fn(x, s, make_plan(ids, case["experts"]))
+        out.backward(dout)
+    grads = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None} | sums
+    tokens = {"out": out.detach(), "dx": x.grad, "ds": s.grad}
+    return {name: t for name, t in (tokens | grads).items() if t is not None}
+
+
+def reference(case: dict, batches) -> dict:
+    experts = experts_of(case).double()
+    weights = experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias
+
+    def fn(x, s, plan):
+        i = ExpertInputs(x, *weights, s, *plan, case["activation"], False, False)
+        return expert_loop_reference(*i)[0]
+
+    wide = [(x.double(), ids, s.double(), dout.double()) for x, ids, s, dout in batches]
+    return step(fn, experts, case | {"main_grad": False}, wide)
+
+
+def shared(experts, world, **options):
+    mesh = expert_mesh("cpu", world)["ep"]
+    return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
+
+
+def check_case(rank: int, world: int, number: int) -> None:
+    """Compare with one process in float64; two runs have the same bits."""
+    case = draw(number, world)
+    batches = [batch_of(case, world, 2 * number + i) for i in range(case["micro-batches"])]
+    if case["padding"] is not None:
+        case["max_tokens"] = case["tokens"] + case["padding"]
+    options = {name: case.get(name) for name in ("guests", "rows", "transport", "max_tokens")}
+    backend, results = case["backend"], []
+    for _ in range(2):
+        experts = shared(experts_of(case), world, **options)
+        fn = experts
+        if case["checkpoint"] is not None:
+            fn = functools.partial(checkpoint, experts, use_reentrant=case["checkpoint"])
+        with use("torch" if backend == "as on GPUs" else backend), pytest.MonkeyPatch.context() as inner:
+            if backend == "as on GPUs":
+                inner.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+            results.append(step(fn, experts, case, batches, lambda t: t.tensor_split(world)[rank]))
+    truth = reference(case, batches)
+    for name, value in results[0].items():
+        assert torch.equal(whole(value), whole(results[1][name])), (number, case, name)
+        value = gathered(value) if name in ("out", "dx", "ds") else whole(value)
+        expected = truth.pop(name)
+        assert error(value, expected) < 2e-6, (number, case, name, error(value, expected))
+    left = {name for name, t in truth.items() if t.count_nonzero()}
+    assert not left, (number, case, left)
+
+
+def drawn(rank, world, folder):
+    """Most cases lend, in all kinds of computing experts."""
+    loans = []
+
+    def counted(*given):
+        shares, guests_of = lend_rows(*given)
+        loans.append(int((guests_of >= 0).sum()))
+        return shares, guests_of
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_files(folder, patch)
+        patch.setattr(dispatching, "lend_rows", counted)
+        for number in range(CASES):
+            check_case(rank, world, 1000 * world + number)
+    assert sum(loans) > CASES, (loans, len(loans))
+
+
+@pytest.mark.parametrize("world", few([2, 3, 4], 3))
+def test_drawn_combinations(world, tmp_path):
+    run(world, drawn, tmp_path)
