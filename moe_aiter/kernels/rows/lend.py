@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ...op import binds, copy_into, define_op
 from ..base.check import Index, check_fields, check_sizes
-from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
+from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl
 from .merge import limited
 
 MOST = 2**31 - 1  # rows of an expert
+UNROLL = 8  # sources
 
 
 class LendInputs(NamedTuple):
@@ -80,12 +81,6 @@ def lend_reference(i: LendInputs) -> tuple[Tensor, Tensor]:
 # kernel
 
 
-@triton.jit
-def at(x, i, place):
-    """x[place], of a vector and the numbers of its elements."""
-    return tl.sum(tl.where(i == place, x, 0), 0)
-
-
 @jit_kernel
 def lend_kernel(
     sizes_ptr,  # (R, N)
@@ -95,14 +90,17 @@ def lend_kernel(
     BLOCK_R: tl.constexpr,  # at least R
     BLOCK_EACH: tl.constexpr,  # at least each
     BLOCK_G: tl.constexpr,  # at least G
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK_R * BLOCK_EACH)  # of an expert, so that those of a rank are a row
     home = i // BLOCK_EACH
     n = home * each + i % BLOCK_EACH
     there = (i % BLOCK_EACH < each) & (n < N)
     left = tl.zeros((BLOCK_R * BLOCK_EACH,), tl.int32)
-    for s in range(R):
-        left += limited(tl.load(sizes_ptr + s * sizes_stride + n, mask=there, other=0), 0, most)
+    for first in range(0, R, UNROLL):
+        for s in tl.static_range(UNROLL):  # whose loads overlap
+            row = sizes_ptr + (first + s) * sizes_stride
+            left += limited(tl.load(row + n, mask=there & (first + s < R), other=0), 0, most)
     for r in range(2 * R):
         tl.store(shares_ptr + r * N + n, tl.zeros_like(n), mask=there)
     tl.debug_barrier()  # what follows writes to the same memory
@@ -119,7 +117,7 @@ def lend_kernel(
         last, place = tl.max(tl.where(home == h, left, -1), 0, return_indices=True)
         rows = (tl.minimum(tl.minimum(above, below), last) // block * block).to(tl.int32)
         rows = tl.where(rows < need, 0, rows)
-        e = at(n, i, place)
+        e = h * each + place % BLOCK_EACH
         tl.store(shares_ptr + 2 * b * N + e, last - rows, mask=rows > 0)
         tl.store(shares_ptr + (2 * b + 1) * N + e, last, mask=rows > 0)
         lends = (r == b) & (rows > 0)
@@ -135,14 +133,11 @@ def lend_kernel(
     for s in range(tl.max(used, 0)):  # sorted by counting those before
         other = tl.sum(tl.where(g[None, :] == s, lent, 0), 1)
         slot += (other[:, None] < lent).to(tl.int32)
-    free = g[None, :] >= used[:, None]
+    there = (r < R)[:, None] & (g < G)[None, :]
+    taken = g[None, :] < used[:, None]
     to = guests_ptr + r[:, None] * G
-    tl.store(to + slot, lent, mask=(r < R)[:, None] & (free == 0))
-    tl.store(
-        to + g[None, :],
-        tl.full((BLOCK_R, BLOCK_G), -1, tl.int32),
-        mask=(r < R)[:, None] & free & (g < G)[None, :],
-    )
+    tl.store(to + slot, lent, mask=there & taken)
+    tl.store(to + g[None, :], tl.zeros_like(lent) - 1, mask=there & (taken == 0))
 
 
 # launcher
@@ -162,7 +157,8 @@ def new_lend(i: LendInputs) -> tuple[Tensor, Tensor]:
 def bind_lend(i: LendInputs) -> Callable:
     (R, N), G = i.group_sizes.shape, i.guests
     blocks = {"BLOCK_R": R, "BLOCK_EACH": i.each, "BLOCK_G": G}
-    kernel = bind_kernel(lend_kernel, (1,), **{name: next_power_of_2(n) for name, n in blocks.items()})
+    blocks = {name: next_power_of_2(size) for name, size in blocks.items()}
+    kernel = bind_kernel(lend_kernel, (1,), **blocks, UNROLL=UNROLL)
     numbers = R, N, i.each, G, i.block, i.need, i.most, i.group_sizes.stride(0)
     return lambda out, i: kernel(i.group_sizes, *out, *numbers)
 
