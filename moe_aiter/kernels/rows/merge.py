@@ -114,6 +114,16 @@ def limited(x, least, most):
     return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
 
 
+@triton.jit
+def share_of(shares_ptr, shares_stride, before, size, total, n, N):
+    """Of `size` rows of a source, behind those of others: how many come before those that this rank computes,
+    the place of the latter among all that it computes, their number, and the number of all."""
+    upper = limited(tl.load(shares_ptr + shares_stride + n, mask=n < N, other=0), 0, total)
+    lower = limited(tl.load(shares_ptr + n, mask=n < N, other=0), 0, upper)
+    begin, end = limited(before, lower, upper), limited(before + size, lower, upper)
+    return begin - before, begin - lower, end - begin, upper - lower
+
+
 @jit_kernel
 def merge_kernel(
     rank_ptr,  # (S, R)
@@ -131,8 +141,8 @@ def merge_kernel(
 ):  # fmt: skip
     block, source = tl.program_id(0), tl.program_id(1)
     n, i = tl.arange(0, BLOCK_N), block * BLOCK + tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK_N,), tl.int32)  # rows of the sources before this one
     total = tl.zeros((BLOCK_N,), tl.int32)
+    before = total  # rows of the sources before this one
     for s in range(S):
         size = limited(tl.load(sizes_ptr + s * sizes_stride + n, mask=n < N, other=0), 0, R)
         before += tl.where(s < source, size, 0)
@@ -144,12 +154,8 @@ def merge_kernel(
     # this rank computes, how many they are, and the first one's row in the plan of the source
     mine, group, start, count, at = own, n - first, before, size, ends - size
     if shares_ptr is not None:
-        upper = limited(tl.load(shares_ptr + shares_stride + n, mask=n < N, other=0), 0, total)
-        lower = limited(tl.load(shares_ptr + n, mask=n < N, other=0), 0, upper)
-        start = limited(before, lower, upper)
-        count = limited(before + size, lower, upper) - start
-        at += start - before
-        start, total = start - lower, upper - lower
+        skipped, start, count, total = share_of(shares_ptr, shares_stride, before, size, total, n, N)
+        at += skipped
         if GUESTS:
             mine = (total > 0) & (own == 0)
             group = tl.cumsum(mine.to(tl.int32), 0) - 1
@@ -165,14 +171,13 @@ def merge_kernel(
     row = rank + tl.gather(start - at, known, 0)
     if shares_ptr is not None:
         least = tl.gather(at, known, 0)
-        computed = (rank >= 0) & (rank >= least) & (rank < least + tl.gather(count, known, 0))
+        computed = (rank >= least) & (rank < least + tl.gather(count, known, 0))
         ahead = computed & (here if GUESTS else (here == 0))  # in the other call
         here = computed & ((here == 0) & (row < order_rows) if GUESTS else here)
     choice = source * R + i
     tl.store(order_ptr + row, choice, mask=here)
     tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)) & (choice < order_rows))
-    row = tl.where(here, row, -1)
-    last = tl.cumsum(total, 0)
+    row, last = tl.where(here, row, -1), tl.cumsum(total, 0)
     for w in range(W):
         begin, end = w * rows, w * rows + rows
         rank = tl.where((row >= begin) & (row < end), row - begin, -1)
