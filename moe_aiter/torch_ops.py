@@ -23,7 +23,6 @@ OPS = tuple(
         "distributed.collective",
         "kernels.experts.split",
         "kernels.grouped.grouped_gemm",
-        "kernels.rows.lend",
         "kernels.sparse.gemm",
     )
 )

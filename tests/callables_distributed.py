@@ -87,6 +87,16 @@ OURS = {
     "parameter_groups": lambda: {"model": model()},
     "reduce_gradients": lambda: {"model": model(), "mesh": mesh()},
     "save_sharded": lambda: fresh(**saved()),
+    "simulate": lambda: {
+        "counts": torch.tensor([9000, 40, 50, 600]),
+        "ranks": 2,
+        "guests": 1,
+        "sizes": (64, 32),
+        "dtype": torch.bfloat16,
+        "gated": True,
+        "link": 240e9,
+        "rate": 600e12,
+    },
 }
 CALLS = {f"distributed.{name}": (getattr(ours, name), given) for name, given in OURS.items()}
 CALLS |= {

@@ -227,6 +227,9 @@ COMPUTES = {
         "checkpoints.upcycle.target": "str",
         "lora.save_lora.directory": "str",
     },
+    "loads of any number of experts, which may be means, also of each source": {
+        "distributed.simulate.counts": "dtype rank+1 size0",
+    },
     "`run` refuses the name": {"SegmentGEMMWrapper.backend": "str"},
 }
 
