@@ -48,14 +48,8 @@ def test_forms_of_counts():
     whole = simulate(ZIPF, 4, 2, SIZES)
     halves = torch.tensor(ZIPF).div(2, rounding_mode="floor")
     parts = torch.stack([halves, torch.tensor(ZIPF) - halves])
-    for same in (
-        torch.tensor(ZIPF),
-        np.array(ZIPF),
-        np.array(ZIPF) + 0.4,
-        parts,
-        parts.tolist(),
-        tuple(ZIPF),
-    ):
+    numbers = torch.tensor(ZIPF), np.array(ZIPF), np.array(ZIPF) + 0.4, tuple(ZIPF)
+    for same in (*numbers, parts, parts.tolist(), parts.double().T.contiguous().T):
         assert simulate(same, 4, 2, SIZES) == whole
 
 
