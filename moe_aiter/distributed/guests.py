@@ -25,15 +25,12 @@ from ..kernels.base.check import sum_dtype
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.guests import Places, add_guests
 from ..routing.plan import RoutePlan
+from .loans import least_rows, rates_of, useful_guests
 from .transport import Transport, aligned
 
 log = logging.getLogger("moe_aiter")
 
 AUTO = "auto"
-MOST = 8  # guests that "auto" asks for: they serve a Zipf law over eight ranks
-MOST_BYTES = 2**30  # of their slots
-LINK, RATE = 240e9, 600e12  # bytes a second that a kernel writes to another GPU, and FLOP/s of products
-BLOCK = {"cuda": 128}  # rows of a tile of a product, of which a loan is a multiple
 BY_EXPERT = "packed", "scales", "offset"  # the parts of a plain weight of 4 bits that each expert has
 Build = Callable[[Sequence[Tensor]], tuple[Any, ...]]  # weights of their tensors
 
@@ -47,26 +44,18 @@ class Lending(NamedTuple):
 
 
 def lending_for(weights: Sequence[Any], guests: int) -> Lending:
-    """Return which loans pay, of experts with these weights: those that take less time to send than to
-    compute.
-
-    Both are proportional to the numbers of an expert, which a row multiplies once.  On a CPU, ranks share
-    its memory, and every loan pays.
-    """
+    """Return which loans pay, of experts with these weights."""
     parts, _ = split(weights)
-    device = parts[0].device.type
-    sent = sum(bytes_of(t) for t in parts)
     numbers = sum(math.prod(w.shape[1:]) for w in weights if w is not None)
-    least = 1 if device == "cpu" else int(sent / LINK * RATE / (2 * numbers))
-    return Lending(guests, BLOCK.get(device, 1), least)
+    rates = rates_of(parts[0].device.type)
+    return Lending(guests, rates.block, least_rows(sum(map(bytes_of, parts)), numbers, rates))
 
 
 def auto_guests(weights: Sequence[Any], rows: int, others: int) -> int:
     """Return how many guests a rank can use, with so many rows of a balanced load and experts of others."""
-    pays = rows // lending_for(weights, 1).least
-    fits = MOST_BYTES // sum(guest_bytes(weights, 1))
-    guests = min(MOST, others, pays, fits)
-    size = sum(guest_bytes(weights, guests)) / 1e6
+    slot_bytes = sum(guest_bytes(weights, 1))
+    guests = useful_guests(rows, lending_for(weights, 1).least, others, slot_bytes)
+    size = guests * slot_bytes / 1e6
     log.info("expert parallelism: ranks borrow up to %d experts, for which each has %.1f MB", guests, size)
     return guests
 

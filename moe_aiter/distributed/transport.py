@@ -20,6 +20,7 @@ import operator
 import pathlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +40,7 @@ TIMEOUT = 600_000  # milliseconds that a rank waits for another on its GPU: NCCL
 ALIGNMENT = 256  # bytes
 X, DOUT, SUMS, ROUTING, GUESTS, GRADIENTS = range(6)  # the regions of a pool
 SIDE = 1  # the channel of barriers beside those of the main stream
+Size = tuple[int, torch.dtype]  # n numbers of each guest
 SendHome = Callable[[], Callable[[], list[Places]]]  # begins to send, and returns what waits for all ranks
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
@@ -95,7 +97,7 @@ class Collective:
         return lambda: arrived
 
     def gradients(
-        self, guests: int, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+        self, guests: int, sizes: Sequence[Size], device: torch.device
     ) -> tuple[list[Tensor], SendHome]:
         """Return zeros (G, n) for the gradients of guests, and what sends these home."""
         zeros = [torch.zeros(guests, n, dtype=dtype, device=device) for n, dtype in sizes]
@@ -141,6 +143,7 @@ class Pool:
         # before products, whose programs would leave no room for those of small copies
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         memories = [self.buffer(rank, 0, 0, (self.starts[-1],), torch.uint8) for rank in range(self.ranks)]
+        self.known: dict[tuple[Any, ...], list[Places]] = {}
         self.bases = torch.tensor([t.data_ptr() for t in memories], dtype=torch.int64, device=device)
 
     def begin(self) -> None:
@@ -177,10 +180,11 @@ class Pool:
                 send_guests(t, places, guests_of, first)
 
         ended = self.aside(send)
-        return lambda: ended() or [places.parts[self.rank] for places in own]
+        # new tensors each time: what was derived from old numbers (derived.py) is not taken for these
+        return lambda: ended() or [self.again(places) for places in own]
 
     def gradients(
-        self, guests: int, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+        self, guests: int, sizes: Sequence[Size], device: torch.device
     ) -> tuple[list[Tensor], SendHome]:
         """Return zeros (G, n) for the gradients of guests, and what lets other ranks read them."""
         every = self.places(GRADIENTS, guests, sizes)
@@ -204,14 +208,23 @@ class Pool:
         if event is not None and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
-    def places(self, region: int, guests: int, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Places]:
+    def again(self, places: Places) -> Tensor:
+        """Return this rank's part as another tensor."""
+        own = places.parts[self.rank]
+        return self.buffer(self.rank, 0, places.offset, own.shape, own.dtype)
+
+    def places(self, region: int, guests: int, sizes: Sequence[Size]) -> list[Places]:
         """Return where in a region of each rank tensors of (G, n) lie, one after the other."""
-        places, offset = [], 0
-        for n, dtype in sizes:
-            parts = [self.buffer(rank, region, offset, (guests, n), dtype) for rank in range(self.ranks)]
-            places.append(Places(parts, self.bases, self.starts[region] + offset))
-            offset += aligned(guests * n * dtype.itemsize)
-        return places
+        key = region, guests, *sizes
+        if key not in self.known:
+            self.known[key] = places = []
+            offset = 0
+            for n, dtype in sizes:
+                every = range(self.ranks)
+                parts = [self.buffer(rank, region, offset, (guests, n), dtype) for rank in every]
+                places.append(Places(parts, self.bases, self.starts[region] + offset))
+                offset += aligned(guests * n * dtype.itemsize)
+        return self.known[key]
 
     def buffer(self, rank: int, region: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a part of a rank's region, which begins `offset` bytes after the region."""

@@ -1,6 +1,7 @@
 """Shared experts whose products begin while tokens travel, in Triton's interpreter, through mapped files."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, slots, transport
+from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, slots, transport
+from moe_aiter.distributed.loans import Rates
 from moe_aiter.kernels.grouped.gmm import GmmUnpermuteInputs
 from moe_aiter.op import IMPLS, register_kernel
 
@@ -72,19 +74,20 @@ def check(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch, use("triton"):
         use_files(folder, patch)
         patch.setattr(slots, "ROWS", 8)  # several windows of few rows
+        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))  # each loan pays
         log = Log(patch)
         cases = (float(world), "none", 2), (float(world), "z", 0), (0.5, "none", 0), (0.5, "none", 1)
-        for rows, recompute, guests in cases if world == 2 else cases[:1]:
+        for rows, recompute, lent in cases if world == 2 else cases[:1]:
             results = []
-            for name, lent in (("collective", 0), ("collective", guests), ("symmetric", guests)):
-                style = ExpertParallel(transport=name, rows=rows, guests=lent)
+            for name, borrowed in (("collective", 0), ("collective", lent), ("symmetric", lent)):
+                style = ExpertParallel(transport=name, rows=rows, guests=borrowed)
                 mesh = expert_mesh("cpu", world)["ep"]
                 shared = parallelize_module(copy.deepcopy(experts), mesh, style)
                 log.events.clear()
                 results.append(step(shared, x, ids, s, dout, recompute))
             for what, value in results[0].items():
                 for others in results[1:]:
-                    assert error(others[what], value) < 1e-6, (what, rows, recompute, guests)
+                    assert error(others[what], value) < 1e-6, (what, rows, recompute, lent)
             expected = [*["rows"] * world, "wait", *["sums"] * world]
             assert log.events[: len(expected)] == expected
         # the last results that the rank's process computes: a kernel of a user's own, which knows no passes
