@@ -24,7 +24,7 @@ from moe_aiter.kernels.quantize.rows import (
     bind_quantize_rows,
     bind_quantize_rows_and_amax,
 )
-from moe_aiter.kernels.rows.guests import add_guests, places_in, send_guests
+from moe_aiter.kernels.rows.guests import add_guests, clear_guests, places_in, send_guests
 from moe_aiter.kernels.rows.lend import LendInputs, bind_lend, new_lend
 from moe_aiter.kernels.rows.merge import MergeInputs, bind_merge, new_merge
 from moe_aiter.kernels.rows.permute import (
@@ -331,8 +331,8 @@ RUNS = {
     "lend int64": lambda: run_lend(torch.int64, 3, 100, 33),
     "lend among many": lambda: run_lend(torch.int32, 64, 512, 4),
     "send guests": lambda: run_guests(send_guests, BF16, 2048 * 768),
-    "send guests of odd sizes": lambda: run_guests(send_guests, torch.uint8, 777),
     "add guests": lambda: run_guests(add_guests, BF16, 2048 * 768),
+    "clear guests": lambda: clear_guests([new(4, 4096, dtype=F32), new(4, 512, dtype=F32)], ints(4)),
     "add guests in float32": lambda: run_guests(add_guests, F32, 4099),
     "sort int32": lambda: run_sort(torch.int32),
     "sort int64": lambda: run_sort(torch.int64),

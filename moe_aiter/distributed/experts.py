@@ -241,9 +241,9 @@ class ExpertDispatcher:
 
     def arrive(
         self, transport: Transport, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool,
-        lending: Lending | None,
+        lending: Lending | None, weights: Sequence[Any],
     ) -> "Arrival":  # fmt: skip
-        """Begin to send the tokens to all slots, send their routing, and plan the rows of this rank."""
+        """Begin to send tokens to all slots, and weights to guest slots; plan the rows of this rank."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
         top_k, kind = s.shape[1], INTEGERS[s.dtype]
         sizes = F.pad(saturated(plan.group_sizes), (0, 1), value=x.shape[0])[None]
@@ -254,25 +254,28 @@ class ExpertDispatcher:
             routed.send(t)
         tokens.send(x)
         sizes, routing = routed.receive()
+        shares = guests = None
+        if lending is not None:
+            every, guests_of = lend_rows(sizes[:, :-1], self.each, *lending)
+            shares = every[self.first // self.each]
+            guests = Guests(transport, self.first, self.each, guests_of, *split(weights))
+            guests.lend()
         transport.fetch(tokens)  # after the routing, which would wait behind the copies of tokens
         if transport is not self.collective:  # ranks may write to wrong slots, and nothing waits for ever
             same = (sizes[:, -1] == x.shape[0]).all()
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
         rank, s = routing.chunk(2, 1)
         own = rank.detach().view(kind), sizes[:, :-1], top_k, self.first, self.count
-        shares = guests_of = guest_plan = None
-        if lending is not None:
-            every, guests_of = lend_rows(own[1], self.each, *lending)
-            shares = every[self.first // self.each]
+        if lending is not None and guests is not None:
             balanced = window_rows(rank.numel(), rank.numel() // self.ranks)
             order, *others, _ = merge_plans(*own, balanced, last_first, shares, lending.guests)
-            guest_plan = RoutePlan(order, *(t[0] for t in others))
+            guests.plan = RoutePlan(order, *(t[0] for t in others))
         rows = self.window_rows(rank.numel())
         order, *others, spans = merge_plans(*own, rows, last_first, shares, 0)
         plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *others, strict=True)]
         # a copy: the weights may be saved, but a pool's memory is used again
         s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
-        return Arrival(tokens, s, plans, spans, guests_of, guest_plan)
+        return Arrival(tokens, s, plans, spans, guests)
 
     def window_rows(self, choices: int) -> int:
         """Return how many rows a window has, for so many choices of all ranks."""
@@ -290,12 +293,8 @@ class ExpertDispatcher:
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         adds = not recorded and can_add(experts, x)
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
-        arrival = self.arrive(transport, x, s, plan, in_turn, lending)
-        arriving, s, plans, every_span, guests_of, guest_plan = arrival
-        guests = None
-        if guests_of is not None and guest_plan is not None:
-            guests = Guests(transport, self.first, self.each, guests_of, guest_plan, *split(weights))
-            guests.lend()
+        arrival = self.arrive(transport, x, s, plan, in_turn, lending, weights)
+        arriving, s, plans, every_span, guests = arrival
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
         spans = every_span[..., : self.count] if in_turn else None
@@ -350,8 +349,7 @@ class Arrival(NamedTuple):
     s: Tensor  # (R * T, k): their routing weights
     plans: list[RoutePlan]  # the windows of own experts' rows
     spans: Tensor  # of `Sources`, in the first window
-    guests_of: Tensor | None  # (R, G): who borrows what
-    guest_plan: RoutePlan | None
+    guests: Guests | None
 
 
 class Ran(NamedTuple):
@@ -563,7 +561,8 @@ class Backward:
         if own:
             guests_of, order, rank, sizes, *parts = own
             where = self.transport, ctx.dispatcher.first, ctx.dispatcher.each
-            self.guests = Guests(*where, guests_of, RoutePlan(order, rank, sizes), parts, ctx.build)
+            self.guests = Guests(*where, guests_of, parts, ctx.build)
+            self.guests.plan = RoutePlan(order, rank, sizes)
         if self.adds:
             self.slots_s, *self.weights = (tensors.pop(0) for _ in range(5))
             self.others = [RoutePlan(*(tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
@@ -579,10 +578,10 @@ class Backward:
         arriving.send(dout)
         if x is not None:
             again.send(x)
-        transport.fetch(arriving, again)
-        self.arriving, self.again = arriving, again
         if self.guests is not None:
             self.guests.lend()
+        transport.fetch(arriving, again)
+        self.arriving, self.again = arriving, again
         self.saved.again = self.arrived
         known = [edge for edge in edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
@@ -607,10 +606,12 @@ class Backward:
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)
-        if self.guests is not None and self.lent:
-            self.guests.add_to(targets(self.experts, dweights), self.lent)
         arrived = iter(sums.receive() if sums.sent else ())
         dx, ds = (None if d is None else next(arrived) for d in (dx, ds))
+        if self.guests is not None and any(self.needs):
+            if dx is None and ds is None:
+                transport.begin()  # no sum has brought a barrier
+            self.guests.add_to(targets(self.experts, dweights), self.lent)
         return dx, ds, *dweights
 
     def arrived(self) -> list[Tensor]:
@@ -640,7 +641,6 @@ class Backward:
             for to, d in zip(self.lent, dguests, strict=True):
                 if to is not None and d is not None:
                     to.copy_(d)
-            self.guests.give_back()
         if ds is not None and self.ds_of_guests is not None:
             ds += self.ds_of_guests
 
@@ -658,5 +658,3 @@ class Backward:
         self.ds_of_guests = torch.zeros_like(self.slots_s) if needs_s else None
         inputs = self.experts, *self.again.receive(), self.slots_s, [self.guests.plan], weights
         add_gradients([dx, self.ds_of_guests, *self.lent], *self.arriving.receive(), *inputs)
-        if any(self.needs):
-            self.guests.give_back()

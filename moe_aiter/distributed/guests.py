@@ -4,8 +4,8 @@
     Guests.lend          weights of lent experts travel to guest slots of the borrowers
     Guests.plan          the rows of guests, one more window: computed as those past the first one are, with
                          the weights that have arrived
-    Guests.give_back     in backward, gradients of guests' weights travel home, in float32
-    Guests.add_to        the home rank adds them to its own, in the order of the borrowers
+    Guests.gradients     in backward, gradients of guests' weights, in float32
+    Guests.add_to        they travel home, and are added to its own in the order of the borrowers
 
 Numbers of rows are known on the GPU alone, so all of this always runs; without a loan no weight travels.
 """
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..kernels.base.check import sum_dtype
 from ..kernels.quantize.four_bit import FourBit
-from ..kernels.rows.guests import Places, add_guests
+from ..kernels.rows.guests import add_guests
 from ..routing.plan import RoutePlan
 from .loans import least_rows, rates_of, useful_guests
-from .transport import Transport, aligned
+from .transport import SendHome, Transport, aligned
 
 log = logging.getLogger("moe_aiter")
 
@@ -131,18 +131,20 @@ def is_dense(w: Tensor) -> bool:
 class Guests:
     """The experts that this rank borrows for one call, and those of its own that it lends.
 
-    plan          the rows of guests, in G groups
+    guests_of     who borrows what, (R, G) of `lend_rows`
     own, build    what `split` returns for the weights of this rank's experts
+    plan          the rows of guests, in G groups
     """
 
+    plan: RoutePlan
+
     def __init__(
-        self, transport: Transport, first: int, each: int, guests_of: Tensor, plan: RoutePlan,
-        own: list[Tensor], build: Build,
-    ):  # fmt: skip
+        self, transport: Transport, first: int, each: int, guests_of: Tensor, own: list[Tensor], build: Build
+    ):
         self.transport, self.first, self.each = transport, first, each
-        self.guests_of, self.plan, self.own, self.build = guests_of, plan, own, build
+        self.guests_of, self.own, self.build = guests_of, own, build
         self.arrive: Callable[[], list[Tensor]] = list
-        self.come_home: Callable[[], list[Places]] = list
+        self.send_home: SendHome = list
 
     def lend(self) -> None:
         """Begin to send the weights."""
@@ -161,19 +163,17 @@ class Guests:
         """Return zeros, to which the gradients of those weights that need one are added."""
         trained = [w if need else None for w, need in zip(weights, needed, strict=True)]
         sizes = [(w[0].numel(), sum_dtype(w)) for w in trained if w is not None]
-        guests, device = self.guests_of.shape[1], self.guests_of.device
-        zeros, self.send_home = self.transport.gradients(guests, sizes, device)
+        zeros, self.send_home = self.transport.gradients(self.guests_of, sizes)
         rest = iter(zeros)
         return [None if w is None else as_experts(next(rest), w) for w in trained]
 
-    def give_back(self) -> None:
-        """Begin to send what was added to `gradients` home."""
-        self.come_home = self.send_home()
-
     def add_to(self, targets: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-        """Add what has come home to the gradients of this rank's experts, (E, ...) each."""
+        """Send the guests' gradients home, and add those of this rank's experts to `targets` (E, ...).
+
+        Through symmetric memory, all ranks have passed a barrier since they computed them.
+        """
         pairs = [(to, guest) for to, guest in zip(targets, gradients, strict=True) if guest is not None]
-        for (to, guest), places in zip(pairs, self.come_home(), strict=True):
+        for (to, guest), places in zip(pairs, self.send_home(), strict=True):
             assert to is not None  # autograd sends zeros where no row was computed
             alike = is_dense(to) and to.stride()[1:] == guest.stride()[1:]
             total = to if alike else as_experts(guest.new_zeros(len(to), guest[0].numel()), guest)

@@ -13,7 +13,6 @@ transports do too, unless a rank has more rows than a window: windows are added 
 """
 
 import contextlib
-import functools
 import itertools
 import logging
 import operator
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from ..files import read_text
 from ..kernels.base.sources import by_source
-from ..kernels.rows.guests import Places, places_in, send_guests
+from ..kernels.rows.guests import Places, clear_guests, places_in, send_guests
 from ..private_api import process_group, symmetric_memory
 from .collective import add_parts, all_gather, combine_tokens, dispatch_tokens
 
@@ -39,9 +38,8 @@ TRANSPORTS = "auto", "collective", "symmetric"
 TIMEOUT = 600_000  # milliseconds that a rank waits for another on its GPU: NCCL's usual ten minutes
 ALIGNMENT = 256  # bytes
 X, DOUT, SUMS, ROUTING, GUESTS, GRADIENTS = range(6)  # the regions of a pool
-SIDE = 1  # the channel of barriers beside those of the main stream
 Size = tuple[int, torch.dtype]  # n numbers of each guest
-SendHome = Callable[[], Callable[[], list[Places]]]  # begins to send, and returns what waits for all ranks
+SendHome = Callable[[], list[Places]]  # sends gradients home, and returns where those of all ranks are
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -96,18 +94,17 @@ class Collective:
             arrived.append(received[home, slot])
         return lambda: arrived
 
-    def gradients(
-        self, guests: int, sizes: Sequence[Size], device: torch.device
-    ) -> tuple[list[Tensor], SendHome]:
+    def gradients(self, guests_of: Tensor, sizes: Sequence[Size]) -> tuple[list[Tensor], SendHome]:
         """Return zeros (G, n) for the gradients of guests, and what sends these home."""
+        guests, device = guests_of.shape[1], guests_of.device
         zeros = [torch.zeros(guests, n, dtype=dtype, device=device) for n, dtype in sizes]
 
-        def send() -> Callable[[], list[Places]]:
+        def send() -> list[Places]:
             name, ranks = self.group
             received = [t.new_empty(ranks, *t.shape) for t in zeros]
             for t, parts in zip(zeros, received, strict=True):
                 all_gather(parts.flatten(0, 1), t, group=process_group(name))
-            return lambda: list(map(places_in, received))
+            return list(map(places_in, received))
 
         return zeros, send
 
@@ -137,11 +134,12 @@ class Pool:
         memory = symmetric_memory()
         self.sizes = sizes
         self.starts = [0, *itertools.accumulate(sizes)]
-        self.rank, self.ranks = group.rank(), group.size()
+        own, ranks = group.rank(), group.size()
+        self.rank, self.ranks = own, ranks
+        self.others = [*range(own + 1, ranks), *range(own)]  # not all from or to the same at once
         self.memory = memory.empty(self.starts[-1], dtype=torch.uint8, device=device)
         self.handle = memory.rendezvous(self.memory, group.group_name)
-        # before products, whose programs would leave no room for those of small copies
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         memories = [self.buffer(rank, 0, 0, (self.starts[-1],), torch.uint8) for rank in range(self.ranks)]
         self.known: dict[tuple[Any, ...], list[Places]] = {}
         self.bases = torch.tensor([t.data_ptr() for t in memories], dtype=torch.int64, device=device)
@@ -171,42 +169,23 @@ class Pool:
     def lend(
         self, parts: Sequence[Tensor], guests_of: Tensor, first: int, each: int
     ) -> Callable[[], list[Tensor]]:
-        """Begin to write each guest's part of `parts` (E, n) to its slot; returns what waits for the guests'
-        (G, n)."""
+        """Write each guest's part of `parts` (E, n) to its slot; returns what returns the guests' (G, n).
+
+        They are here after the barrier of `fetch`, which comes next.  Products leave this kernel no room, and
+        copies of tokens little of the link, so both begin later.
+        """
         own = self.places(GUESTS, guests_of.shape[1], [(t.shape[1], t.dtype) for t in parts])
-
-        def send() -> None:
-            for t, places in zip(parts, own, strict=True):
-                send_guests(t, places, guests_of, first)
-
-        ended = self.aside(send)
+        for t, places in zip(parts, own, strict=True):
+            send_guests(t, places, guests_of, first)
         # new tensors each time: what was derived from old numbers (derived.py) is not taken for these
-        return lambda: ended() or [self.again(places) for places in own]
+        return lambda: [self.again(places) for places in own]
 
-    def gradients(
-        self, guests: int, sizes: Sequence[Size], device: torch.device
-    ) -> tuple[list[Tensor], SendHome]:
-        """Return zeros (G, n) for the gradients of guests, and what lets other ranks read them."""
-        every = self.places(GRADIENTS, guests, sizes)
-
-        def send() -> Callable[[], list[Places]]:
-            ended = self.aside()
-            return lambda: ended() or every
-
-        return [places.parts[self.rank].zero_() for places in every], send
-
-    def aside(self, send: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """Send beside products, and wait there until all ranks have; returns what waits for that."""
-        with beside(self.stream) as stream:
-            send()
-            self.handle.barrier(SIDE, TIMEOUT)
-            event = None if stream is None else stream.record_event()
-        return functools.partial(self.join, event, send)
-
-    def join(self, event: torch.cuda.Event | None, sent: Callable[[], None]) -> None:
-        """Let the current stream wait for an event; until then `sent` keeps what travels."""
-        if event is not None and self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(event)
+    def gradients(self, guests_of: Tensor, sizes: Sequence[Size]) -> tuple[list[Tensor], SendHome]:
+        """Return zeros (G, n) for the gradients of guests, which the other ranks read after a barrier."""
+        every = self.places(GRADIENTS, guests_of.shape[1], sizes)
+        own = [places.parts[self.rank] for places in every]
+        clear_guests(own, guests_of[self.rank])
+        return own, lambda: every
 
     def again(self, places: Places) -> Tensor:
         """Return this rank's part as another tensor."""
@@ -242,11 +221,6 @@ class PoolTransfer(Transfer):
         self.stream = pool.stream if region != ROUTING else None  # which would wait behind tokens there
         # rank -> recorded once the copies of this rank's part have ended
         self.events: dict[int, torch.cuda.Event | None] = {}
-
-    def others(self) -> list[int]:
-        """Return the other ranks in the order of the copies: not all ranks from or to the same at once."""
-        own, ranks = self.pool.rank, self.pool.ranks
-        return [*range(own + 1, ranks), *range(own)]
 
     def buffers(self, part: Tensor) -> list[Tensor]:
         """Return where the parts of all ranks belong, (R * rows, N) on each, and expect them to arrive."""
@@ -293,7 +267,7 @@ class Push(PoolTransfer):
         t, ranks = t.contiguous(), self.pool.ranks
         parts = t.chunk(ranks) if self.region == SUMS and t.shape[0] else (t,) * ranks
         places = self.places(parts[0])
-        for rank in (self.pool.rank, *self.others()):
+        for rank in (self.pool.rank, *self.pool.others):
             self.copy(rank, places[rank], parts[rank])
 
     def places(self, part: Tensor) -> list[Tensor]:
@@ -323,7 +297,7 @@ class Fetch(PoolTransfer):
         buffers, own = self.buffers(t), self.pool.rank
         parts = [buffer.view(self.pool.ranks, *t.shape).unbind() for buffer in buffers]
         self.copy(own, parts[own][own], t.contiguous())
-        self.copies += [(rank, parts[own][rank], parts[rank][rank]) for rank in self.others()]
+        self.copies += [(rank, parts[own][rank], parts[rank][rank]) for rank in self.pool.others]
 
     def fetch(self) -> None:
         """Begin to copy the rows of the other ranks."""
@@ -354,7 +328,7 @@ class Sources:
         self.dispatch, self.sums, self.sum_others = dispatch, sums, sum_others
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rank in (self.dispatch.pool.rank, *self.dispatch.others()):  # in which they arrive
+        for rank in (self.dispatch.pool.rank, *self.dispatch.pool.others):  # in which they arrive
             self.dispatch.wait(rank)
             yield self.sizes[rank], self.starts[rank]
         self.dispatch.receive()
@@ -367,7 +341,7 @@ class Sources:
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
         tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
         places = self.sums.places(parts[own])
-        for rank in (*self.sums.others(), own):
+        for rank in (*self.sums.pool.others, own):
             here, in_place = slice(rank * tokens, (rank + 1) * tokens), rank == own and not add
             yield self.sizes[rank], self.starts[rank], here, places[own] if in_place else parts[rank], add
             if not in_place:

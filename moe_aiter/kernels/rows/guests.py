@@ -1,7 +1,8 @@
 """Copy experts' weights to the ranks that borrow them, and add up the gradients that come back.
 
-    send_guests    places[b][g] = w[guests_of[b, g] - first]                  for each rank b and slot g
-    add_guests     w[guests_of[b, g] - first] += places[b][g]                 in the order of b
+    send_guests     places[b][g] = w[guests_of[b, g] - first]                 for each rank b and slot g
+    add_guests      w[guests_of[b, g] - first] += places[b][g]                in the order of b
+    clear_guests    slots = 0                                                 if a rank borrows any
 
 where the expert is one of the E that this rank holds, from number `first` on; all other slots stay as they
 are.  `guests_of` (R, G) is that of `lend_rows`.  Which experts travel is known on the GPU alone, so these are
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from ...config import interpret
 from ..base.check import wide
-from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, num_programs, tl
 
-PROGRAMS = 32  # as many as keep a link busy; multiprocessors that products leave free are few
-BYTES = 16384  # that a program copies at a time
 WARPS = 8
+BYTES = 16384  # that a program copies at a time
 UNITS = {size: dtype for dtype in (torch.uint8, torch.int16, torch.int32) for size in (dtype.itemsize,)}
 
 
@@ -81,18 +81,28 @@ def add_kernel(
                 tl.store(to + columns, total.to(w_ptr.dtype.element_ty), mask=columns < n)
 
 
+@jit_kernel
+def clear_kernel(to_ptr, guests_ptr, n, G: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, ROOM)
+    if tl.max(tl.load(guests_ptr + i, mask=i < G, other=-1), 0) >= 0:
+        for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            columns = at + tl.arange(0, BLOCK)
+            tl.store(to_ptr + columns, tl.zeros((BLOCK,), tl.int32), mask=columns < n)
+
+
 @functools.lru_cache(1024)
-def bound_copy(kernel: Callable, slots: int, guests: int, itemsize: int, *key) -> Callable:
+def bound_copy(kernel: Callable, programs: int, itemsize: int, constants: tuple, *key) -> Callable:
     """Return a kernel bound for arguments that are alike; `key` is what else makes them so."""
-    constants = {"SLOTS": slots, "G": guests, "ROOM": next_power_of_2(slots), "BLOCK": BYTES // itemsize}
-    return bind_kernel(kernel, (PROGRAMS,), **constants, num_warps=WARPS)
+    return bind_kernel(kernel, (programs,), **dict(constants), BLOCK=BYTES // itemsize, num_warps=WARPS)
 
 
 def launch(kernel: Callable, w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
     bases, (R, G), (E, n) = places.bases, guests_of.shape, w.shape
     numbers = n, w.stride(0), places.offset, first, E
+    constants = ("SLOTS", R * G), ("G", G), ("ROOM", next_power_of_2(R * G))
     key = w.dtype, w.data_ptr() % 16 == 0, w.device, numbers
-    bound_copy(kernel, R * G, G, w.element_size(), *key)(w, bases, guests_of, *numbers)
+    run = bound_copy(kernel, num_programs(w), w.element_size(), constants, *key)
+    run(w, bases, guests_of, *numbers)
 
 
 def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int, int]]:
@@ -103,7 +113,7 @@ def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int
 
 def send_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
     """Copy the experts of `w`, (E, n) with contiguous rows, that other ranks borrow to their slots."""
-    if w.is_cuda or interpret:
+    if not w.is_cpu or interpret:
         return launch(send_kernel, in_units(w), places, guests_of, first)
     for b, g, e in lent(guests_of, first, len(w)):
         places.parts[b][g] = w[e]
@@ -111,10 +121,25 @@ def send_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> Non
 
 def add_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
     """Add what the slots of other ranks hold of the experts of `w`, (E, n) with contiguous rows."""
-    if w.is_cuda or interpret:
+    if not w.is_cpu or interpret:
         return launch(add_kernel, w, places, guests_of, first)
     for b, g, e in lent(guests_of, first, len(w)):
         w[e] = wide(w[e]) + places.parts[b][g]
+
+
+def clear_guests(slots: Sequence[Tensor], guests: Tensor) -> None:
+    """Write zeros to the slots (G, n), which lie one after the other, if there are any `guests` (G,)."""
+    if not slots:
+        return
+    first, last = slots[0], slots[-1]
+    if first.is_cpu and not interpret:
+        return torch._foreach_zero_(slots)
+    bytes_of_all = last.data_ptr() + last.nbytes - first.data_ptr()
+    whole, G = first.view(torch.int32).flatten(), len(guests)
+    n = bytes_of_all // whole.element_size()
+    constants = ("G", G), ("ROOM", next_power_of_2(G))
+    key = guests.data_ptr() % 16 == 0, first.device, n
+    bound_copy(clear_kernel, num_programs(first), 4, constants, *key)(whole, guests, n)
 
 
 def in_units(w: Tensor) -> Tensor:

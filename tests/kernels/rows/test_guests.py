@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moe_aiter.kernels.rows.guests import add_guests, places_in, send_guests
+from moe_aiter.config import interpret
+from moe_aiter.kernels.rows.guests import add_guests, clear_guests, places_in, send_guests
 from moe_aiter.kernels.rows.lend import lend_rows
 
 pytestmark = pytest.mark.interpret
@@ -53,3 +54,14 @@ def test_add(dtype, n, gap, rank, device):
         want[e] = (want[e].to(wide) + places[b, g]).to(dtype)
     add_guests(w, places_in(places), guests_of, rank * EACH)
     assert torch.equal(w, want)
+
+
+@pytest.mark.parametrize("guests", [[2, 5, -1], [-1, -1, -1]])
+@pytest.mark.parametrize("n", [1, 4097])
+def test_clear(guests, n, device):
+    region = torch.full((7, n), torch.nan, device=device)
+    slots = [region[:3], region[3:6]]
+    clear_guests(slots, torch.tensor(guests, dtype=torch.int32, device=device))
+    some = guests[0] >= 0 or (region.is_cpu and not interpret)
+    assert (region[:6] == 0).all() if some else region.isnan().all()
+    assert region[6].isnan().all()
