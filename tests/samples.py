@@ -166,7 +166,7 @@ SAMPLES = {
     "expert_up_split": lambda d: (d.plain()[0], d(E, F, H), d(E, F, H), *FULL, 0, None, None),
     "expert_z": lambda d: (*d.plain()[:3], *FULL, *ACT),
     "expert_z_fp8": lambda d: (*of_8_bit_up(d), d.dtype),
-    "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, 0, True, False, E4M3),
+    "experts_fp8": lambda d: of_experts(d, True, None, None, 0, 0, 0, True, False, E4M3, None, None),
     "four_bit_gmm": lambda d: (d(T, 64), *of_four_bits(64), True, SIZES, d(E, 2), ORDER, K),
     "gemm": lambda d: (d(2, T, H), d(2, H, N), d(N), d(2, T, N), "gelu", 0.5, 1.5, None, True),
     "glu": lambda d: (d(R, 2 * F), "swiglu", True),

@@ -18,6 +18,7 @@ from ..kernels.base.check import (
     checked,
     linear,
 )
+from ..kernels.experts.fp8 import QuantizedTokens
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
@@ -135,8 +136,8 @@ class Experts(WithOptions):
         return local_part(gate_up), local_part(down)
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
-        lent: bool = False,
+        self, x: Tensor | QuantizedTokens, routing_weights: Tensor, plan: RoutePlan, weights: Weights,
+        save_z: bool = True, lent: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters.
 

@@ -56,7 +56,7 @@ from ...op import (
     pick,
     saved_tensors,
 )
-from ...private_api import release_saved
+from ...private_api import Scoped, release_saved
 from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, take_rows
@@ -109,6 +109,23 @@ def quantize_tokens(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, Tenso
 def has_blocks(scale: Tensor) -> bool:
     """Whether these scales of a weight are those of blocks."""
     return scale.dim() == 3
+
+
+class QuantizedTokens(NamedTuple):
+    """What `quantize_tokens` has made of tokens or gradients (T, H) elsewhere, for example on another GPU."""
+
+    x: Tensor  # (T, H), zeros without memory: its shape, its dtype, and its place in a graph
+    x8: Tensor  # (T, H)
+    scale: Tensor  # (T,), or of blocks
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tokens."""
+        return self.x.dtype
+
+
+# what backward reads in place of the gradient of the experts' output, which is zeros then
+quantized_dout: Scoped[QuantizedTokens | None] = Scoped("quantized_dout", None)
 
 
 # experts_fp8: inputs
@@ -340,26 +357,30 @@ ExpertsFp8Inputs = extended(
     need_dx=bool,
     save_x8=bool,  # whether 8-bit rows of x serve backward in the place of x
     recipe=str,  # one of RECIPES
+    x8=Tensor | None,  # (T, H): x, where that has no numbers
+    x_scale=Tensor | None,
 )  # fmt: skip
 
 
 def new_experts(i: ExpertsFp8Inputs) -> tuple[Tensor, ...]:
     """The output, z, the scales of gate_up's rows, and the largest magnitudes of down's columns where they
     cost no other look at it: as far as backward asks for them; and x as 8-bit rows with scales, where these
-    serve backward in its place."""
+    serve backward in its place and are not given."""
     (E, width, _), I = i.gate_up.shape, i.down.shape[2]  # noqa: E741
     rows = i.order.shape[0] if i.save_z else 0
     z, by_rows = i.x.new_empty(rows, width), i.recipe != BLOCK
     asked = (by_rows and i.need_dx, width), (by_rows and is_read_once(i.down), I)
     kept = [z.new_empty(E if rows and some else 0, n, dtype=torch.float32) for some, n in asked]
-    x8 = new_quantize_rows(QuantizeRowsInputs(i.x if i.save_x8 else i.x[:0], "e4m3"))
+    x8 = new_quantize_rows(QuantizeRowsInputs(i.x if i.save_x8 and i.x8 is None else i.x[:0], "e4m3"))
     return i.x.new_empty(i.x.shape), z, *kept, *x8
 
 
 def launch_experts(out: tuple[Tensor, ...], i: ExpertsFp8Inputs) -> None:
     y, z, gate_up_scale, down_amax, *x8 = out
     routing, act, blocks = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved), i.recipe == BLOCK
-    if i.save_x8:
+    if i.x8 is not None:
+        x8 = i.x8, i.x_scale
+    elif i.save_x8:
         fill("quantize_rows", tuple(x8), QuantizeRowsInputs(i.x, "e4m3"))
     else:
         x8 = quantize_tokens(i.x, "e4m3", blocks)
@@ -411,8 +432,11 @@ def rows_and_amax(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 def save_experts(ctx, i: ExpertsFp8Inputs, output):
     # a main gradient is not saved: another backward pass may change it first
     needs_x = not i.save_x8 and (ctx.needs_input_grad[1] or not i.save_z)
-    ctx.save_for_backward(i.x if needs_x else None, *i[1:9], *output[1:])
-    ctx.others, ctx.x_shape = i[9:], i.x.shape
+    *kept, x8, x_scale = output[1:]
+    if i.save_x8 and i.x8 is not None:
+        x8, x_scale = i.x8, i.x_scale
+    ctx.save_for_backward(i.x if needs_x else None, *i[1:9], *kept, x8, x_scale)
+    ctx.others, ctx.x_shape = (*i[9:-2], None, None), i.x.shape
     ctx.set_materialize_grads(False)
 
 
@@ -421,7 +445,8 @@ def backward_experts(ctx, dout, *_):
     i, needs = ExpertsFp8Inputs(*saved, *ctx.others), ExpertsFp8Inputs(*ctx.needs_input_grad)
     blocks, x8 = i.recipe == BLOCK, (x8, x_scale)
     format = "e4m3" if blocks else i.recipe.removesuffix(ALL)
-    dout8 = quantize_tokens(dout, format, blocks)
+    given = quantized_dout.get()
+    dout8 = quantize_tokens(dout, format, blocks) if given is None else given[1:]
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:

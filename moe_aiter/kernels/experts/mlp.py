@@ -23,7 +23,7 @@ from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
 from .down import down_gradients, expert_down_op
-from .fp8 import ALL, experts_fp8_op
+from .fp8 import ALL, QuantizedTokens, experts_fp8_op
 from .inputs import (
     ExpertInputs,
     check_expert_values,
@@ -144,12 +144,14 @@ def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor
     return by_layer(i, row_chunks)
 
 
-def in_8_bits(i: ExpertInputs, row_chunks: int | None, fp8: str) -> Tensor:
+def in_8_bits(
+    i: ExpertInputs, row_chunks: int | None, fp8: str, x8: Tensor | None, x_scale: Tensor | None
+) -> Tensor:
     """Multiply in FP8.  Some recipes keep x in 8 bits for the gradient of gate_up and to compute z again."""
     backward_needs_x = i.need_grad() and (i.gate_up.requires_grad or not i.save_z)
     save_x8 = fp8.endswith(ALL) and backward_needs_x
     most = row_bytes_fp8(i, row_chunks) if fp8.endswith(ALL) else (*row_bytes(i, row_chunks), 0)
-    return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8)[0]
+    return experts_fp8_op(*i, *most, i.x.requires_grad, save_x8, fp8, x8, x_scale)[0]
 
 
 by_layer.takes, by_layer_on_hopper.takes = TILE_DTYPES, hopper.DTYPES
@@ -212,13 +214,18 @@ def expert_mlp(
 
 
 def mix_experts(
-    x: Tensor, weights: ExpertWeights, routing_weights: Tensor, plan: tuple[Tensor, Tensor, Tensor],
-    options: ExpertOptions,
+    x: Tensor | QuantizedTokens, weights: ExpertWeights, routing_weights: Tensor,
+    plan: tuple[Tensor, Tensor, Tensor], options: ExpertOptions,
 ) -> Tensor:  # fmt: skip
-    """Do as `expert_mlp`, with its weights and its options as values."""
+    """Do as `expert_mlp`, with its weights and its options as values.
+
+    With `fp8`, `x` may be tokens that were quantised as this recipe does; a recipe without "_all" reads their
+    own numbers in backward, which hooks for saved tensors put in their place.
+    """
+    x, *x8 = x if isinstance(x, QuantizedTokens) else (x, None, None)
     i = new_inputs(x, weights, routing_weights, plan, options)
     if options.fp8 is not None:
-        return in_8_bits(i, options.row_chunks, options.fp8)
+        return in_8_bits(i, options.row_chunks, options.fp8, *x8)
     return pick("expert_mlp", i)(i, options.row_chunks)
 
 

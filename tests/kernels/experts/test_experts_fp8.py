@@ -9,8 +9,19 @@ from torch import Tensor
 
 from moe_aiter import MoE
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES, UpFp8Inputs, gmm_fp8_op, gmm_unpermute_fp8_op
-from moe_aiter.kernels.experts.mlp import expert_mlp
+from moe_aiter.kernels.experts.fp8 import (
+    ALL,
+    BLOCK,
+    RECIPES,
+    QuantizedTokens,
+    UpFp8Inputs,
+    gmm_fp8_op,
+    gmm_unpermute_fp8_op,
+    quantize_tokens,
+    quantized_dout,
+)
+from moe_aiter.kernels.experts.mlp import expert_mlp, mix_experts
+from moe_aiter.kernels.experts.options import ExpertOptions, ExpertWeights
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed
 from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
@@ -289,6 +300,46 @@ def test_tokens_are_quantised_once(frozen, recompute, monkeypatch):
     assert seen.count(leaves[0].data_ptr()) == 1
     for n, grad in zip(wanted, got, strict=True):
         assert torch.equal(grad, expected[n]), NAMES[1 + n]
+
+
+@pytest.mark.no_interpreter
+@every_recipe
+@pytest.mark.parametrize("recompute", ["none", "z"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"T": 0}, {"T": 64, "H": 512, "I": 128}], ids=str)
+def test_tokens_quantised_elsewhere(device, sizes, dtype, recompute, fp8):
+    """In parts, which changes no bit: neither of x, of which hooks return the numbers where backward asks for
+    them, nor of dout, where backward needs nothing else of it."""
+    how = {"T": 13, "E": 5, "k": 2, "H": 136} | sizes
+    x, *inputs = make(device, dtype=dtype, bias=False, **how)
+    dout, plan = torch.randn_like(x), sort_by_expert(expert_ids(how["T"], 5, 2).to(device), 5)
+    results = []
+    for elsewhere in (False, True):
+        leaves = [t.detach().requires_grad_() for t in (x, *inputs)]
+        given, gradient, dout8 = leaves[0], dout, None
+        if elsewhere:
+            leaves[0] = x.new_zeros(()).expand(x.shape).requires_grad_()
+            given = QuantizedTokens(leaves[0], *in_parts(x, "e4m3", fp8 == BLOCK))
+            if fp8.endswith(ALL):
+                gradient = x.new_zeros(()).expand(x.shape)
+                dout8 = QuantizedTokens(gradient, *in_parts(dout, fp8.removesuffix(ALL), False))
+        options = ExpertOptions(fp8=fp8, recompute=recompute)
+        unpack = lambda t: x if t.shape == x.shape and t.stride() == (0, 0) else t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            out = mix_experts(given, ExpertWeights(*leaves[1:3]), leaves[3], plan, options)
+        with quantized_dout.set(dout8):
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, gradient)])
+        assert out.dtype == dtype
+    for name, a, b in zip(NAMES, *results, strict=False):
+        assert torch.equal(a, b), name
+
+
+def in_parts(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, ...]:
+    """Quantise the rows of several ranks, each for itself."""
+    parts = [quantize_tokens(part.contiguous(), format, blocks) for part in x.tensor_split(3)]
+    x8, scale = zip(*parts, strict=True)
+    codes = torch.cat([part.view(torch.uint8) for part in x8])
+    return codes.view(x8[0].dtype), torch.cat(scale)
 
 
 def test_a_row_that_is_not_finite(device):
