@@ -48,6 +48,7 @@ from ..kernels.base.check import (
 )
 from ..kernels.base.host import saturated
 from ..kernels.base.sources import by_source
+from ..kernels.experts.fp8 import QuantizedTokens, quantized_dout
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.lend import lend_rows
 from ..kernels.rows.merge import merge_plans
@@ -73,6 +74,7 @@ from .transport import (
     region_sizes,
     uses_symmetric,
 )
+from .wire import Slots, Wire, num_bytes, parts_of, receive, send, wire_of
 
 log = logging.getLogger("moe_aiter")
 
@@ -90,10 +92,10 @@ class LocalExperts(Protocol):
         """Return the tensors, weights of 4 bits or None that `compute` takes as `weights`."""
 
     def compute(
-        self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True,
+        self, x: Any, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True,
         lent: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Return the output (T, H) for `x` (T, H), as `Experts.compute`."""
+        """Return the output (T, H) for `x` (T, H), as `Experts.compute`; what `wire_of` asks for as `x`."""
 
 
 class ExpertDispatcher:
@@ -164,7 +166,7 @@ class ExpertDispatcher:
         (x,) = cast_as_linear(x)  # fewer bytes travel
         s, weights = wide(routing_weights), experts.local_weights()
         if not (compiles or self.called):
-            self.log_traffic(x, weights)
+            self.log_traffic(experts, x, weights)
         self.check_tokens(x, compiles)
         if self.max_tokens is not None:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
@@ -189,10 +191,15 @@ class ExpertDispatcher:
         )
         return plan
 
-    def log_traffic(self, x: Tensor, weights: Sequence[Tensor | FourBit | None]) -> None:
+    def log_traffic(
+        self, experts: LocalExperts, x: Tensor, weights: Sequence[Tensor | FourBit | None]
+    ) -> None:
         """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
-        others = self.ranks - 1
-        tokens = 5 * others * x.nbytes  # of x, dout and x again, and of the sums for out and dx
+        others, wire = self.ranks - 1, Wire() if self.keep_x else wire_of(experts)
+        # x, dout, the sums for out and dx, and x again
+        sent = [wire.x, wire.dout, None, None] + ([] if self.keep_x else [wire.again])
+        rows = x.shape[0] if self.max_tokens is None else self.max_tokens
+        tokens = others * sum(num_bytes(rows, x.shape[1], x.element_size(), how) for how in sent)
         # gathered twice, and gradients; FSDP2 sends no weights of 4 bits
         whole = 3 * others * sum(w.nbytes for w in weights if isinstance(w, Tensor))
         log.info(
@@ -241,7 +248,7 @@ class ExpertDispatcher:
 
     def arrive(
         self, transport: Transport, x: Tensor, s: Tensor, plan: RoutePlan, last_first: bool,
-        lending: Lending | None, weights: Sequence[Any],
+        lending: Lending | None, weights: Sequence[Any], wire: Wire,
     ) -> "Arrival":  # fmt: skip
         """Begin to send tokens to all slots, and weights to guest slots; plan the rows of this rank."""
         tokens, routed = transport.dispatch(X), transport.dispatch(ROUTING)
@@ -252,7 +259,7 @@ class ExpertDispatcher:
         routing = torch.cat([rank.view(1, -1).view(s.dtype), s.reshape(1, -1)], 1)
         for t in sizes, routing:
             routed.send(t)
-        tokens.send(x)
+        send(tokens, x, wire.x)
         sizes, routing = routed.receive()
         shares = guests = None
         if lending is not None:
@@ -293,17 +300,18 @@ class ExpertDispatcher:
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         adds = not recorded and can_add(experts, x)
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
-        arrival = self.arrive(transport, x, s, plan, in_turn, lending, weights)
+        wire = Wire() if recorded else wire_of(experts)
+        arrival = self.arrive(transport, x, s, plan, in_turn, lending, weights, wire)
         arriving, s, plans, every_span, guests = arrival
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
         spans = every_span[..., : self.count] if in_turn else None
-        slots = arriving.receive()[0] if spans is None else arriving.arrived[0]
+        slots = receive(arriving, wire.x, x) if spans is None else arriving.arrived[0]
         sums = transport.combine()
         later = guests if adds else None
 
         def add(out: Tensor) -> None:
-            assert isinstance(experts, Experts)  # as `can_add` says
+            assert isinstance(experts, Experts) and isinstance(slots, Tensor)  # as `can_add` says
             turns = [(others, weights)]
             if later is not None:
                 turns.insert(0 if in_turn else 1, ([later.plan], later.weights()))
@@ -324,7 +332,7 @@ class ExpertDispatcher:
         return Ran(sums, s, others, spans, guests, adds_later)
 
     def passes(
-        self, experts: LocalExperts, slots: Tensor, s: Tensor, plans: Sequence[RoutePlan],
+        self, experts: LocalExperts, slots: Slots, s: Tensor, plans: Sequence[RoutePlan],
         guests: Guests | None, weights: Sequence[Any], guest_weights: Sequence[Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the sum over the windows and the guests' rows, (R * T, H).
@@ -433,16 +441,17 @@ class Saved:
 
     again: Callable[[], Sequence[Tensor]]
 
-    def __init__(self, *arrived: Tensor):
-        self.arrived, self.uses_slots = arrived, False
-        self.tensors: list[Tensor] = []
+    def __init__(self, borrowed: Sequence[Tensor], slots: Slots):
+        self.arrived, self.uses_slots = (*borrowed, *parts_of(slots)), False
+        self.borrowed, self.tensors = len(borrowed), list[Tensor]()
 
     def pack(self, t: Tensor) -> "int | View":
         for i, whole in enumerate(self.arrived):
             if is_alias(t, whole):
                 if t.dtype == whole.dtype:
-                    self.uses_slots |= i == 0
-                    return View(i, t.shape, t.stride(), t.storage_offset() - whole.storage_offset())
+                    self.uses_slots |= i >= self.borrowed
+                    part = t.shape, t.stride(), t.storage_offset() - whole.storage_offset()
+                    return View(i, None if part == (whole.shape, whole.stride(), 0) else part)
                 t = t.clone()  # memory of what has arrived is used again
         self.tensors.append(t)
         return len(self.tensors) - 1
@@ -451,16 +460,17 @@ class Saved:
         if isinstance(what, int):
             return self.tensors[what]
         whole = self.again()[what.of]
-        return whole.as_strided(what.shape, what.stride, whole.storage_offset() + what.offset)
+        if what.part is None:  # which in 8 bits has come without its numbers, and comes with them
+            return whole
+        shape, stride, offset = what.part
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
 
 class View(NamedTuple):
-    """A part of a tensor that has arrived."""
+    """A part of a tensor that has arrived: its shape, its strides and its offset; None: all of it."""
 
     of: int
-    shape: Sequence[int]
-    stride: Sequence[int]
-    offset: int | torch.SymInt
+    part: tuple[Sequence[int], Sequence[int], int | torch.SymInt] | None
 
 
 def leaf(t: Tensor | FourBit | None, needs_grad: bool) -> Tensor | FourBit | None:
@@ -504,18 +514,21 @@ class Dispatched(torch.autograd.Function):
         transport.begin()
 
         def record(
-            slots: Tensor, slots_s: Tensor, plans: Sequence[RoutePlan], guests: Guests | None
+            slots: Slots, slots_s: Tensor, plans: Sequence[RoutePlan], guests: Guests | None
         ) -> Tensor:
             borrowed = [] if guests is None else guests.tensors()
-            saved = ctx.saved = Saved(slots, *borrowed)
+            saved = ctx.saved = Saved(borrowed, slots)
             ctx.windows = len(plans)
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.unpack):
-                anchored = Anchor.apply(slots.new_empty(0, requires_grad=True), slots) if needs_x else slots
+                anchored, *codes = parts_of(slots)
+                if needs_x:
+                    anchored = Anchor.apply(anchored.new_empty(0, requires_grad=True), anchored)
+                slots = QuantizedTokens(anchored, *codes) if codes else anchored
                 slots_s = slots_s.detach().requires_grad_(needs_s)
                 leaves = [leaf(t, need) for t, need in zip(weights, needs, strict=True)]
                 lent = () if guests is None else guests.build(borrowed)
                 guest_leaves = [leaf(t, need) for t, need in zip(lent, needs, strict=False)]
-                out = dispatcher.passes(experts, anchored, slots_s, plans, guests, leaves, guest_leaves)
+                out = dispatcher.passes(experts, slots, slots_s, plans, guests, leaves, guest_leaves)
                 ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves, *guest_leaves)]
                 ctx.edge = get_gradient_edge(out)
             return out.detach()
@@ -523,6 +536,7 @@ class Dispatched(torch.autograd.Function):
         ran = dispatcher.run(transport, experts, x, s, plan, weights, lending, record)
         sums, slots_s, others, spans, guests, adds = ran
         ctx.dispatcher, ctx.experts, ctx.transport, saved = dispatcher, experts, transport, ctx.saved
+        ctx.wire = wire_of(experts)
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
         ctx.versions = tuple(map(version_of, ctx.parameters))
@@ -553,7 +567,7 @@ class Backward:
     """The backward pass of one `Dispatched`."""
 
     def __init__(self, ctx: Any):
-        self.experts, self.transport, self.needs = ctx.experts, ctx.transport, ctx.needs
+        self.experts, self.transport, self.needs, self.wire = ctx.experts, ctx.transport, ctx.needs, ctx.wire
         self.saved, self.edge, self.edges, self.adds = ctx.saved, ctx.edge, ctx.edges, ctx.adds
         self.x, self.spans, *tensors = saved_tensors(ctx)
         own, tensors = tensors[: ctx.num_own], tensors[ctx.num_own :]
@@ -575,9 +589,9 @@ class Backward:
         transport, x, spans, edges = self.transport, self.x, self.spans, self.edges
         transport.begin()
         arriving, again, sums = transport.dispatch(DOUT), transport.dispatch(X), transport.combine()
-        arriving.send(dout)
+        send(arriving, dout, self.wire.dout)
         if x is not None:
-            again.send(x)
+            send(again, x, self.wire.again)
         if self.guests is not None:
             self.guests.lend()
         transport.fetch(arriving, again)
@@ -585,9 +599,11 @@ class Backward:
         self.saved.again = self.arrived
         known = [edge for edge in edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
-        dout = arriving.receive()[0] if spans is None else arriving.arrived[0]
+        found = receive(arriving, self.wire.dout, dout) if spans is None else arriving.arrived[0]
+        dout, dout8 = (found, None) if isinstance(found, Tensor) else (found.x, found)
+        products = in_passes(spans, arriving, sums, self.add_early if self.adds else None)
         try:
-            with in_passes(spans, arriving, sums, self.add_early if self.adds else None):
+            with products, quantized_dout.set(dout8):
                 computed = iter(torch.autograd.grad(self.edge, known, dout, **how))
         finally:
             del self.saved.again
@@ -602,7 +618,8 @@ class Backward:
         left = bool(sums.sent)
         self.add_late(None if left else dx, ds, dweights, dguests)
         # what a collective has received is free before the sums arrive
-        arriving = again = dout = self.arriving = self.again = None  # type: ignore[assignment]
+        arriving = again = dout = dout8 = found = None  # type: ignore[assignment]
+        self.arriving = self.again = None
         for d in (None if left else dx, ds):
             if d is not None:
                 sums.send(d)
@@ -614,10 +631,11 @@ class Backward:
             self.guests.add_to(targets(self.experts, dweights), self.lent)
         return dx, ds, *dweights
 
-    def arrived(self) -> list[Tensor]:
+    def arrived(self) -> Sequence[Tensor]:
         """Return what `Saved` has views of: the slots, and the weights of guests."""
+        assert self.x is not None
         borrowed = [] if self.guests is None or self.adds else self.guests.tensors()
-        return [*self.again.receive(), *borrowed]
+        return *borrowed, *parts_of(receive(self.again, self.wire.again, self.x))
 
     def add_early(self, dx: Tensor) -> None:
         """Write the other windows' and the guests' part of the gradient of x, before own rows are added.

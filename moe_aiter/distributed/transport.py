@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..files import read_text
+from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.base.sources import by_source
 from ..kernels.rows.guests import Places, clear_guests, places_in, send_guests
 from ..private_api import process_group, symmetric_memory
@@ -391,6 +392,9 @@ def region_sizes(
     `guests` are those of the guests' weights and of their gradients.
     """
     tokens, routing = (max(aligned(ranks * t.nbytes), ALIGNMENT) for t in (x, s))
+    # short rows take more in 8 bits, with their scales
+    scales = 4 * len(x) * -(-x.shape[1] // ROW_BLOCK)
+    tokens = max(tokens, aligned(ranks * x.numel()) + aligned(ranks * scales))
     # of fixed size are the numbers of rows and of tokens
     return [tokens, tokens, tokens + routing, aligned(4 * ranks * (num_experts + 1)) + 2 * routing, *guests]
 
