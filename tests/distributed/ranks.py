@@ -1,13 +1,18 @@
 """Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL."""
 
+import contextlib
 import os
 import pathlib
 import warnings
 from collections.abc import Callable
 
 import forked
+import pytest
 import torch
 import torch.distributed as dist
+
+from moe_aiter.distributed import experts
+from moe_aiter.distributed.wire import Wire
 
 
 def run(world: int, function: Callable, folder: pathlib.Path, backend: str = "gloo") -> None:
@@ -39,6 +44,14 @@ def leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def all_bits():
+    """The tokens of experts with `fp8=` travel as they are, and are quantised where they arrive."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "wire_of", lambda experts: Wire())
+        yield
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def check_values(rank, world, backend, dtype, options):
             assert torch.equal(value, alone[what]), f"{backend}, {what} is not that of one process"
 
 
-def check_transports(rank, world, guests=0):
+def check_transports(rank, world, guests=0, fp8=None):
     """Three layers of large tensors, whose copies run beside products: the same bits by both transports.
 
     With guests, bits are those of two runs; sums have another order by the other transport.
@@ -93,7 +93,7 @@ def check_transports(rank, world, guests=0):
     ids = (torch.rand(3, tokens, E, device="cuda") ** (1 / law)).argsort(2)[..., :K]
     s, results = torch.rand(3, tokens, K, device="cuda"), []
     torch.manual_seed(0)
-    layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16, fp8=fp8) for _ in range(3)]
     for transport in ("collective", "auto"):
         shared = [share(layer, world, transport=transport, guests=guests) for layer in layers]
         for _ in range(3):
@@ -111,9 +111,9 @@ def check_transports(rank, world, guests=0):
     assert all(error(*pair) < 1e-2 for pair in zip(results[0], results[3], strict=True))
 
 
-def check_no_synchronisation(rank, world, **options):
+def check_no_synchronisation(rank, world, fp8=None, **options):
     """100 steps in which nothing may wait for the GPU."""
-    experts = share(build(), world, **options)
+    experts = share(build(fp8=fp8), world, **options)
     x, ids, s, dout = mine(rank, world, draw(world, skew=2.0))
     plan = make_plan(ids, E)
     for i in range(103):
@@ -125,9 +125,9 @@ def check_no_synchronisation(rank, world, **options):
     assert plan.group_sizes.sum() == T * K
 
 
-def check_graph(rank, world, **options):
+def check_graph(rank, world, fp8=None, **options):
     """One CUDA graph, replayed with five routings, has the bits of eager steps."""
-    experts = share(build(), world, **options)
+    experts = share(build(fp8=fp8), world, **options)
     x, ids, s, dout = mine(rank, world, draw(world))
     x, s = x.requires_grad_(), s.requires_grad_()
     weights = experts.gate_up, experts.down

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantize, use
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, experts, parallelize, transport
-from moe_aiter.distributed.wire import Wire
 from moe_aiter.kernels.experts.fp8 import ALL, BLOCK, RECIPES
 
-from .ranks import of_all_ranks, run, whole
+from .ranks import all_bits, of_all_ranks, run, whole
 from .shared_memory import use_files
 
 if interpret:
@@ -88,14 +87,6 @@ def step(layer, x, ids, s, dout, frozen=()) -> dict:
 
 
 @contextlib.contextmanager
-def all_bits():
-    """Tokens travel as they are, and are quantised where they arrive."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "wire_of", lambda experts: Wire())
-        yield
-
-
-@contextlib.contextmanager
 def noted():
     """The dtypes of what is sent for tokens, and the bytes."""
     sent = []
@@ -150,13 +141,16 @@ def check_frozen(rank, world, how, recipe):
 def check_one_process(rank, world, how, recipe):
     """With all rows of an expert in one window: the bits of one process, which has all tokens and experts.
 
-    A token has two experts, so that a sum over ranks is rounded as the sum over its experts is.
+    A token has two experts, so that in float32 a sum over ranks is rounded as the sum over its experts is.
     """
-    every, layer = [draw(MASKED, r, world) for r in range(world)], build(recipe)
-    alone = step(layer, *map(torch.cat, zip(*every, strict=True)))
-    shared = share(layer, world, transport=how, rows=float(world))
-    got = step(shared, *every[rank]) | {"alone": alone["alone"]}
-    same(of_all_ranks(got), alone, (how, recipe))
+    for dtype in (torch.float32, torch.bfloat16):
+        every, layer = [draw(MASKED, r, world, dtype) for r in range(world)], build(recipe, dtype=dtype)
+        alone = step(layer, *map(torch.cat, zip(*every, strict=True)))
+        shared = share(layer, world, transport=how, rows=float(world))
+        got = of_all_ranks(step(shared, *every[rank]) | {"alone": alone["alone"]})
+        for name in ("out", "dx") if dtype == torch.bfloat16 else ():
+            torch.testing.assert_close(got.pop(name), alone.pop(name), rtol=0.02, atol=0.02)
+        same(got, alone, (how, recipe, dtype))
 
 
 def check_what_travels(rank, world, how, recipe):
