@@ -143,6 +143,7 @@ class Problem:
     expert_ids: Tensor  # (T, k) int64
     routing_weights: Tensor  # (T, k) float32
     routing: str = "normal"
+    skew: float = 1.0  # the exponent of "zipf"
 
     @torch.no_grad()
     def renew(self, seed: int) -> None:
@@ -150,23 +151,24 @@ class Problem:
 
         normal   the logits are normal
         zipf     each token draws its experts without replacement, the n-th most popular with a chance
-                 in proportion to 1/n
+                 in proportion to 1 / n ** skew
         """
         torch.manual_seed(seed)
         self.x.normal_()
         self.dout.normal_()
         if self.routing == "zipf":
-            self.x.copy_(steered(self.x, self.router, zipf_logits(self.shape, self.x.device)))
+            logits = zipf_logits(self.shape, self.x.device, self.skew)
+            self.x.copy_(steered(self.x, self.router, logits))
         routing = route(self.x.float() @ self.router.float().T, self.shape.top_k)
         self.expert_ids.copy_(routing.expert_ids)
         self.routing_weights.copy_(routing.routing_weights)
 
 
-def zipf_logits(shape: Shape, device: torch.device) -> Tensor:
+def zipf_logits(shape: Shape, device: torch.device, skew: float = 1.0) -> Tensor:
     """(T, E) logits whose k largest are k draws without replacement: log of the chances plus Gumbel noise."""
     T, _, _, E, _ = shape.sizes
     place = torch.randperm(E, generator=torch.Generator().manual_seed(0)).to(device)  # the same all the time
-    return -torch.log1p(place) - torch.empty(T, E, device=device).exponential_().log()
+    return -skew * torch.log1p(place) - torch.empty(T, E, device=device).exponential_().log()
 
 
 def steered(x: Tensor, router: Tensor, logits: Tensor) -> Tensor:
@@ -176,7 +178,9 @@ def steered(x: Tensor, router: Tensor, logits: Tensor) -> Tensor:
     return x + torch.linalg.solve(router @ router.T, missing, left=False) @ router
 
 
-def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing: str = "normal") -> Problem:
+def new_problem(
+    shape: Shape, dtype: torch.dtype, device: torch.device, routing: str = "normal", skew: float = 1.0
+) -> Problem:
     """A problem with inputs of variance 1, and weights that keep it near 1."""
     torch.manual_seed(0)
     T, H, inner, E, k = shape.sizes
@@ -203,6 +207,7 @@ def new_problem(shape: Shape, dtype: torch.dtype, device: torch.device, routing:
         expert_ids=torch.zeros(T, k, dtype=torch.int64, device=device),
         routing_weights=torch.zeros(T, k, device=device).requires_grad_(),
         routing=routing,
+        skew=skew,
     )
     problem.renew(0)
     return problem

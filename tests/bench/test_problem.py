@@ -16,8 +16,8 @@ from .judge import check
 TOYS = ["toy", "toy-oai"]
 
 
-def toy(device, name="toy", dtype=torch.float32, routing="normal"):
-    return new_problem(SHAPES[name], dtype, device, routing)
+def toy(device, name="toy", dtype=torch.float32):
+    return new_problem(SHAPES[name], dtype, device)
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -80,20 +80,22 @@ def test_a_large_layer_is_checked_in_parts():
     assert 32 <= len(some) < 64 and (some[0], some[-1]) == (0, 255)
 
 
-def test_zipf(device):
+@pytest.mark.parametrize("skew", [1.0, 0.0, 1.5])
+def test_zipf(skew, device):
     """The shares of ten tokens out of a hundred thousand, and the layer's own router agrees."""
     p = toy(device)
+    given = {"skew": skew} if skew != 1 else {}  # the exponent of before there was a choice
     T, E = 20000, p.shape.num_experts
     shape = type(p.shape)(T, *p.shape.sizes[1:4], 1)
-    chosen = problem.zipf_logits(shape, device).argmax(1)
+    chosen = problem.zipf_logits(shape, device, **given).argmax(1)
     shares = chosen.bincount(minlength=E).sort(descending=True).values / T
-    chances = 1 / torch.arange(1, E + 1, device=device)
+    chances = torch.arange(1.0, E + 1, device=device) ** -skew
     torch.testing.assert_close(shares.double(), (chances / chances.sum()).double(), atol=0.015, rtol=0)
 
-    p = toy(device, routing="zipf")
+    p = new_problem(SHAPES["toy"], torch.float32, device, "zipf", **given)
     popular = p.expert_ids.flatten().bincount(minlength=E).argmax()
     p.renew(1)
-    assert p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
+    assert not skew or p.expert_ids.flatten().bincount(minlength=E).argmax() == popular
     assert [f for f in check([layer.our_layer(p)], p) if f["refused"]] == []
 
 
