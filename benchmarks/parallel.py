@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,8 @@ from moe_aiter.layers.experts import Experts, local_part
 from moe_aiter.routing.plan import make_plan
 from moe_aiter.routing.router import route
 
+from .tables import of_balance, written
+
 START = "torchrun --standalone --nproc-per-node N -m -- benchmarks parallel"
 ONE_GPU = "moe_aiter, one GPU"  # the contender that the others are compared with
 SYMMETRIC = "moe_aiter, symmetric"
@@ -69,10 +73,27 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routing",
         choices=("normal", "zipf", "one-rank"),
-        default="normal",
-        help="normal logits, skewed experts, or all tokens to the experts of one rank [normal]",
+        nargs="+",
+        default=["normal"],
+        help="normal logits, experts by a Zipf law, or all tokens to the experts of one rank [normal]",
     )
+    text = "exponents of the Zipf law, each a problem of its own; adds zipf to --routing [1]"
+    parser.add_argument("--skew", type=exponent, nargs="+", metavar="S", help=text)
+    text = "guest slots of each rank, or auto: a contender for each, through symmetric memory [0]"
+    parser.add_argument("--guests", type=slots, nargs="+", default=[0], metavar="N", help=text)
     add_contenders(parser)
+
+
+def exponent(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no exponent: give a number from 0 on")
+    return float(text)
+
+
+def slots(text: str) -> int | str:
+    if text != "auto" and int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return text if text == "auto" else int(text)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -106,9 +127,10 @@ def start(kind: str) -> None:
 
 def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
     world = dist.get_world_size()
-    ep, routing = args.ep or world, args.routing
+    ep = args.ep or world
     mesh = expert_mesh(kind, ep)["ep"]
-    for name, shape in named(args.shape or DEFAULT[kind], plain=True).items():
+    shapes = named(args.shape or DEFAULT[kind], plain=True)
+    for (name, shape), (routing, skew) in itertools.product(shapes.items(), routings(args)):
         _, hidden, _, experts, top_k = shape.sizes
         if experts % ep:
             raise ValueError(f"shape {name} has {experts} experts, which --ep {ep} does not divide")
@@ -116,15 +138,36 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
             raise ValueError(f"--routing zipf: {name} has more experts than hidden sizes")
         if routing == "one-rank" and experts // ep < top_k:
             raise ValueError(f"--routing one-rank: a rank has {experts // ep} experts, a token needs {top_k}")
-        title = f"shape {name}: T, H, I, E, k = {shape}; {routing} routing; {world} ranks, ep {ep}"
-        cells = {"ranks": world, "ep": ep, "routing": routing} | shape_cells(name, shape)
-        yield Asked(title, cells, functools.partial(contest, shape, routing, mesh))
+        law = f"{routing} {skew}".rstrip()
+        title = f"shape {name}: T, H, I, E, k = {shape}; {law} routing; {world} ranks, ep {ep}"
+        cells = {"ranks": world, "ep": ep, "routing": routing, "skew": skew} | shape_cells(name, shape)
+        make = functools.partial(contest, shape, routing, float(skew or 1), mesh, dict.fromkeys(args.guests))
+        yield Asked(title, cells, make)
+
+
+def routings(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the routing and the exponent, or "", of each problem."""
+    found = []
+    for routing in dict.fromkeys([*args.routing, *["zipf"] * bool(args.skew)]):
+        laws = [f"{skew:g}" for skew in args.skew or [1.0]] if routing == "zipf" else [""]
+        found += [(routing, law) for law in dict.fromkeys(laws)]
+    return found
+
+
+def shares_of_balance(found: list[tuple[Asked, list[dict]]]) -> Iterator[str]:
+    """Yield a line for each skewed row whose contender also ran with normal routing."""
+    rows = [asked.cells | row for asked, rows in found for row in rows]
+    for row in of_balance(rows):
+        law = f"{row['routing']} {row['skew']}".rstrip()
+        shares = " / ".join(written(row[f"{name}_of_balance"]) for name in ("forward", "step"))
+        about = f"{row['shape']}, {law}, {row['contender']}"
+        yield f"{about}: {shares} % of its rate with normal routing, forward / step"
 
 
 COMMAND = Command(
     [
         *WHERE,
-        *("ranks", "ep", "shape", *SIZES, "routing", "contender"),
+        *("ranks", "ep", "shape", *SIZES, "routing", "skew", "contender"),
         *(f"{name}_{figure}" for name in PASSES for figure in ("ms", "p20", "p80", "tflops")),
         *("forward_share", "step_share", "sent_mb", "pool_mib"),
         *("held_mib", "peak_mib", "error", "torch_error"),
@@ -139,7 +182,9 @@ COMMAND = Command(
     asked,
     head=f"{'':<42}{''.join(f'{name} ms, TFLOP/s'.rjust(22) for name in PASSES)} "
     f"{'% of one GPU':>13} {'sent MB':>8} {'pool':>8} {'held':>8} {'peak MiB':>8} {'error':>9}",
+    added=("skew",),
     demands=all,
+    summed_up=shares_of_balance,
 )
 add_arguments = COMMAND.add_arguments
 
@@ -173,12 +218,13 @@ class RankProblem(Problem):
 
 
 def contest(
-    shape: Shape, routing: str, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
-) -> Contest:
-    p = RankProblem(**vars(new_problem(shape, dtype, device, routing)), mesh=mesh)
+    shape: Shape, routing: str, skew: float, mesh: DeviceMesh, guests: Iterable[int | str],
+    device: torch.device, dtype: torch.dtype,
+) -> Contest:  # fmt: skip
+    p = RankProblem(**vars(new_problem(shape, dtype, device, routing, skew)), mesh=mesh)
     p.renew(0)
     timer = SlowestRank(p, shape.forward_flops)
-    return Contest(list(contenders(p)), by_all_ranks(p), timer, compare, keeps_refused=True)
+    return Contest(list(contenders(p, guests)), by_all_ranks(p), timer, compare, keeps_refused=True)
 
 
 def compare(rows: list[dict]) -> None:
@@ -252,9 +298,10 @@ def summed(results: list[Tensor], p: RankProblem) -> list[Tensor]:
     return results
 
 
-def contenders(p: RankProblem) -> Iterator[Contender]:
+def contenders(p: RankProblem, guests: Iterable[int | str] = (0,)) -> Iterator[Contender]:
     """Ours, then plain torch and peers; all ranks leave out those that cannot be made on one of them.
 
+    Through symmetric memory, ours runs with each number of `guests`.
     An error on one rank while a contender runs ends all: going on would leave the others waiting.
     """
     yield ours(p, "moe_aiter, collective", ExpertParallel(transport="collective"))
@@ -264,7 +311,9 @@ def contenders(p: RankProblem) -> Iterator[Contender]:
     if any(reasons):
         skip(SYMMETRIC, RuntimeError(max(reasons)))
     else:
-        yield ours(p, SYMMETRIC, ExpertParallel(transport="symmetric"))
+        for number in guests:
+            name, lends = (f"{SYMMETRIC}, guests {number}", {"guests": number}) if number else (SYMMETRIC, {})
+            yield ours(p, name, ExpertParallel(transport="symmetric", **lends))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
     peers = {TORCHTITAN: torchtitan, HUGGING_FACE: hugging_face}

@@ -63,6 +63,21 @@ def earlier(rows: list[dict]) -> list[bool]:
     return [run_of(r) != last[r["shape"]] for r in rows]
 
 
+def of_balance(rows: list[dict]) -> list[dict]:
+    """Return the rows of `parallel` with skewed routing whose run timed the contender with normal routing.
+
+    `forward_of_balance` and `step_of_balance` are their rates in percent of those with normal routing.
+    """
+    about = *("date", "commit", "device", "dtype", "ranks", "ep"), "shape", "contender"
+    timed, found = [row for row in rows if row.get("step_ms")], []
+    for _, same in grouped(timed, lambda row: tuple(row.get(name) for name in about)):
+        balanced = [row for row in same if row["routing"] == "normal"][-1:]
+        for row in (row for row in same if row["routing"] != "normal" and balanced):
+            times = {name: [float(r[f"{name}_ms"]) for r in (*balanced, row)] for name in ("forward", "step")}
+            found.append(row | {f"{name}_of_balance": 100 * a / b for name, (a, b) in times.items()})
+    return found
+
+
 def named_shapes(rows: list[dict], subject: str) -> list[dict]:
     return [row | {"shape": row[subject]} for row in rows]
 

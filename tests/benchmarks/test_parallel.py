@@ -1,10 +1,12 @@
 """`python -m benchmarks parallel` runs on two ranks, and refuses what it cannot measure."""
 
+import argparse
 import csv
 import functools
 import importlib.util
 import itertools
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -90,7 +92,7 @@ def test_two_ranks(dtype, tmp_path):
     one = rows[parallel.ONE_GPU]
     for row in rows.values():
         assert list(row) == parallel.COMMAND.fields
-        assert {f for f in row if not row[f]} <= {"held_mib", "peak_mib"}
+        assert {f for f in row if not row[f]} <= {"skew", "held_mib", "peak_mib"}
         assert (row["ranks"], row["ep"], row["routing"], row["tokens"]) == ("2", "2", "one-rank", "64")
         assert float(row["error"]) <= 2 * float(row["torch_error"]) + 1e-7
         for name, passes in PASSES.items():
@@ -111,6 +113,39 @@ def test_two_ranks(dtype, tmp_path):
     assert {name: float(row["sent_mb"]) for name, row in rows.items()} == pytest.approx(
         {name: size / 1e6 for name, size in expected.items()}, rel=1e-3
     )
+
+
+def test_laws_beside_normal_routing(alone, tmp_path, capsys):
+    """Each exponent is a problem, and the last lines have the shares of the rate with normal routing."""
+    path, old = tmp_path / "parallel.csv", [f for f in parallel.COMMAND.fields if f != "skew"]
+    path.write_text(",".join(old) + "\n" + ",".join(f"old {f}" for f in old) + "\n")
+    assert run(*TOY, "--skew", 0.5, 1, 0.5, "--only", COLLECTIVE, "--out", path) == 0
+    with open(path, newline="") as file:
+        first, *rows = csv.DictReader(file)
+    assert first == {f: f"old {f}" for f in old} | {"skew": ""}
+    ran = [(row["routing"], row["skew"]) for row in rows if row["contender"] == COLLECTIVE]
+    assert ran == [("normal", ""), ("zipf", "0.5"), ("zipf", "1")]
+    printed = re.findall(r"64,32,24,8,2, zipf (\S+), (.*): (\S+) / (\S+) % of its", capsys.readouterr().out)
+    assert [law for law, name, *_ in printed if name == COLLECTIVE] == ["0.5", "1"]
+    ms = {(row["skew"], row["contender"]): float(row["step_ms"]) for row in rows}
+    for law, name, _, share in printed:
+        assert float(share) == pytest.approx(100 * ms["", name] / ms[law, name], abs=1)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("", ["normal"]),
+        ("--routing zipf one-rank", ["zipf 1", "one-rank"]),
+        ("--routing zipf --skew 2", ["zipf 2"]),
+        ("--skew 0 1e-1", ["normal", "zipf 0", "zipf 0.1"]),
+    ],
+)
+def test_routings(flags, expected):
+    parser = argparse.ArgumentParser()
+    parallel.options(parser)
+    found = parallel.routings(parser.parse_args(flags.split()))
+    assert [" ".join(part).strip() for part in found] == expected
 
 
 def test_a_wrong_contender_fails_the_command(alone, monkeypatch, capsys):
@@ -165,6 +200,28 @@ def choose(rank, world, folder):
         assert names == [COLLECTIVE, KEPT, third]
 
 
+def lend(rank, world, folder):
+    """A contender for each number of guests, of which 0 is that of before there were guests."""
+    problem = new_problem(of_sizes("8,32,24,4,2", True), torch.float32, torch.device("cpu"))
+    p = parallel.RankProblem(**vars(problem), mesh=parallel.expert_mesh("cpu", 2)["ep"])
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "why_not_symmetric", lambda *_: "")
+        patch.setattr(parallel, "ExpertParallel", lambda **options: options)
+        patch.setattr(parallel, "ours", lambda p, name, style: asked.append((name, style)))
+        list(itertools.islice(parallel.contenders(p, (0, 2, "auto")), 5))
+    name, options = parallel.SYMMETRIC, {"transport": "symmetric"}
+    assert asked[2:] == [
+        (name, options),
+        (f"{name}, guests 2", options | {"guests": 2}),
+        (f"{name}, guests auto", options | {"guests": "auto"}),
+    ]
+
+
+def test_contenders_with_guests(tmp_path):
+    ranks.run(2, lend, tmp_path)
+
+
 def test_all_ranks_leave_out_symmetric_memory(tmp_path):
     ranks.run(2, choose, tmp_path)
 
@@ -174,6 +231,9 @@ def test_all_ranks_leave_out_symmetric_memory(tmp_path):
     [
         ("--ep 2", "ep=2 does not divide the world of 1 ranks"),
         ("--ep 0", "argument --ep: 0 is less than 1"),
+        ("--skew nan", "argument --skew: nan is no exponent: give a number from 0 on"),
+        ("--guests 2 -1", "argument --guests: -1 is negative"),
+        ("--guests some", "argument --guests: invalid slots value: 'some'"),
         ("--routing other", "argument --routing: invalid choice: 'other'"),
         ("--shape Z", "there is no shape 'Z'; shapes: A, B"),
         ("--shape toy-oai", "shape toy-oai has biases or another activation"),
