@@ -2,11 +2,13 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 from moe_aiter.bench.measure import PASSES
 from moe_aiter.bench.models import PRODUCTS
 from moe_aiter.bench.problem import DEFAULT, GROUPS, SHAPES
 
+from . import skew
 from .plots import images, map_image
 from .speed import FP8, HF_EXPERTS, LAYER, MODELS, OURS, WHOLE, gains_of_models
 from .tables import (
@@ -86,6 +88,8 @@ class Report:
     subject: str  # what has a row of its own, by its name
     sizes: tuple[str, ...]  # and these beside it
     down: bool = False  # contenders stand in rows, and subjects in columns
+    read: Callable[[pathlib.Path], list[dict]] = rows_of
+    after: Callable[[pathlib.Path], str] = lambda source: ""  # what follows the tables
 
 
 REPORTS = {
@@ -112,10 +116,12 @@ REPORTS = {
         "parallel.md",
         ("forward_share", "step_share"),
         "percent of the rate of one GPU that holds all experts, forward / step",
-        ("device", "dtype", "ranks", "ep", "routing"),
+        ("device", "dtype", "ranks", "ep", "routing", "skew"),
         "shape",
         ("tokens", "hidden", "intermediate", "experts", "top_k"),
         down=True,
+        read=skew.rows_of_parallel,
+        after=skew.page_part,
     ),
     "lora.csv": Report(
         "Frozen experts with adapters",
@@ -329,15 +335,15 @@ def chosen(run: list[dict]) -> tuple[list[str], list[str]]:
 
 def section(report: Report, source: pathlib.Path) -> str:
     # one name for what has a row; tiles beside the chosen one are trials
-    rows = named_shapes([row for row in rows_of(source) if not row.get("tile")], report.subject)
+    rows = named_shapes([row for row in report.read(source) if not row.get("tile")], report.subject)
     rows = newest(rows, lambda row: tuple(row[name] for name in (*report.tables, "shape", "contender")))
     lines = [f"## {report.title}\n"]
     for values, part in grouped(rows, lambda row: tuple(row[name] for name in report.tables)):
-        named = zip(report.tables[1:], values[1:], strict=True)
-        others = "".join(f", {f'{name} {value}' if value.isdigit() else value}" for name, value in named)
+        named = [pair for pair in zip(report.tables[1:], values[1:], strict=True) if pair[1]]
+        others = "".join(f", {f'{name} {value}' if value[0].isdigit() else value}" for name, value in named)
         lines += [f"**{values[0]}**{others} ({versions(part)})\n", *tables_of(report, part)]
         lines += [EARLIER] * any(earlier(part))
-    return "\n".join(lines)
+    return "\n".join([*lines, report.after(source)]).rstrip("\n") + "\n"
 
 
 def tables_of(report: Report, rows: list[dict]) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from moe_aiter.bench.problem import GROUPS
 from moe_aiter.files import need
 
+from . import skew
 from .parallel import SYMMETRIC
 from .speed import BASELINE, Gain
 from .tables import newest, rows_of, short_name
@@ -118,6 +119,9 @@ def draw(rows: list[dict], gains: list[Gain], folder: pathlib.Path, shares: path
         for name, plot, lines in plots
         if lines
     }
+    if curves := skew.curves(shares):
+        title = f"{skew.TITLE}; {skew.machine(shares)}"
+        todo[skew.CHART] = title, functools.partial(draw_skew, title=title, curves=curves)
     if gains:
         todo[MAP] = MAP_TITLE, functools.partial(draw_map, gains=gains)
     try:
@@ -163,22 +167,50 @@ def themed(svg: str, name: str) -> str:
 def draw_panels(figure, plot: Plot, lines: dict[str, list[dict]]) -> None:
     axes = figure.subplots(1, len(plot.panels))
     for axis, (column, label) in zip(axes, plot.panels.items(), strict=True):
-        for number, (contender, rows) in enumerate(lines.items()):
-            points = [(int(r[plot.x]), float(r[column])) for r in rows if r[column]]
-            style = {"marker": "osv^DPX"[number % 7], "color": COLOURS[number % 8], "fillstyle": "none"}
-            # two lines in one place are both seen: through the gaps, and within the marks of the other
-            style |= {"linestyle": ["-", "--", "-.", ":"][number % 4], "markersize": 10 - number % 7}
-            axis.plot(*zip(*points, strict=True) if points else ([], []), label=contender, **style)
+        draw_lines(
+            axis,
+            {
+                name: [(int(r[plot.x]), float(r[column])) for r in rows if r[column]]
+                for name, rows in lines.items()
+            },
+        )
         ticks = sorted({int(r[plot.x]) for rows in lines.values() for r in rows})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, labels=map(str, ticks))
         axis.minorticks_off()
         axis.set(xlabel=plot.x_label, ylabel=label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.2)
     any_row = next(iter(lines.values()))[0]
-    figure.suptitle(f"{plot.title}; {short_name(any_row['device'])}, {any_row['dtype']}", fontsize=9)
+    name_all(figure, axes, f"{plot.title}; {short_name(any_row['device'])}, {any_row['dtype']}")
+
+
+def draw_lines(axis, lines: dict[str, list[tuple[float, float]]]) -> None:
+    for number, (name, points) in enumerate(lines.items()):
+        style = {"marker": "osv^DPX"[number % 7], "color": COLOURS[number % 8], "fillstyle": "none"}
+        # two lines in one place are both seen: through the gaps, and within the marks of the other
+        style |= {"linestyle": ["-", "--", "-.", ":"][number % 4], "markersize": 10 - number % 7}
+        axis.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.2)
+
+
+def name_all(figure, axes, title: str) -> None:
+    figure.suptitle(title, fontsize=9)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+
+
+def draw_skew(figure, title: str, curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+    """Draw a panel for each number of guests, a line for each shape."""
+    shapes = sorted({shape for lines in curves.values() for shape in lines})
+    axes = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    points = [point for lines in curves.values() for line in lines.values() for point in line]
+    for axis, (guests, lines) in zip(axes, curves.items(), strict=True):
+        draw_lines(axis, {shape: lines.get(shape, []) for shape in shapes})
+        axis.axhline(100, color=INK, linewidth=1)
+        axis.set(xlabel="exponent of the Zipf law", xticks=sorted({x for x, _ in points}))
+        axis.set_ylim(0, 1.05 * max(100, *(y for _, y in points)))
+        axis.set_title(skew.option(guests), fontsize=9)
+    axes[0].set_ylabel("percent of the rate with normal routing")
+    name_all(figure, axes, title)
 
 
 def draw_map(figure, gains: list[Gain]) -> None:

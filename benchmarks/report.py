@@ -1,6 +1,6 @@
 """`python -m benchmarks report`: tables and plots, made from the CSV.
 
-The README and docs/speed.md get blocks between markers; benchmarks/figures gets all.
+The README, docs/speed.md and docs/distributed.md get blocks between markers; benchmarks/figures gets all.
 """
 
 import argparse
@@ -10,12 +10,13 @@ from moe_aiter.bench.layer import ADDED
 from moe_aiter.bench.measure import refuse
 from moe_aiter.files import read_text
 
-from . import pages, plots, speed
+from . import pages, plots, skew, speed
 from .tables import BEGIN, END, Damaged, newest, reading, replaced, rows_of
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 FIGURES = pathlib.Path("benchmarks", "figures")
-SPEED = pathlib.Path("docs", "speed.md")
+SPEED, SEVERAL = pathlib.Path("docs", "speed.md"), pathlib.Path("docs", "distributed.md")
+SHARED = "parallel.csv"
 BLOCKS = "map", "table", "slower", "answer"  # of docs/speed.md
 MORE = """Your model on your GPU: [speed](docs/speed.md). Other shapes, other code, other products:
 [figures](benchmarks/figures/README.md).
@@ -50,14 +51,14 @@ def update(source: pathlib.Path, document: pathlib.Path) -> None:
     texts = documents(source, document)
     with reading(source):
         rows, gains = read(source), speed.gains_of_models(source.with_name(speed.MODELS))
-        plots.draw(last(rows), gains, document.parent / "docs", source.with_name("parallel.csv"))
+        plots.draw(last(rows), gains, document.parent / "docs", source.with_name(SHARED))
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
 def documents(source: pathlib.Path, document: pathlib.Path) -> dict[pathlib.Path, str]:
-    """The text of each file that the report writes; docs/speed.md only where it is."""
+    """The text of each file that the report writes; pages of docs only where they are."""
     folder, texts = source.parent, {}
     text = read_text(document)
     if END not in text.partition(BEGIN)[2]:
@@ -67,10 +68,11 @@ def documents(source: pathlib.Path, document: pathlib.Path) -> dict[pathlib.Path
         texts[document] = replaced(text, summary(folder))
         for name, page in pages.pages(rows, folder).items():
             texts[document.parent / FIGURES / name] = page
-        path = document.parent / SPEED
-        if path.exists():
+        blocks = {SPEED: dict(zip(BLOCKS, answers(rows, folder), strict=True))}
+        blocks[SEVERAL] = {"skew": skew.block(folder / SHARED, ".")}
+        for path in filter(pathlib.Path.exists, (document.parent / page for page in blocks)):
             text = read_text(path)
-            for name, part in zip(BLOCKS, answers(rows, folder), strict=True):
+            for name, part in blocks[path.relative_to(document.parent)].items():
                 text = replaced(text, part, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
             texts[path] = text
     return texts
@@ -100,4 +102,5 @@ def answers(rows: list[dict], folder: pathlib.Path) -> tuple[str, str, str, str]
     gains, layers = speed.gains_of_models(folder / speed.MODELS), speed.gains_of_layers(rows)
     table = speed.speed_table([*gains, *layers], speed.whole_models(folder / speed.WHOLE))
     chart = "".join(plots.map_image(gains, "."))
-    return chart, table, speed.slower(rows, gains), speed.example(layers)
+    slower = speed.slower(rows, gains) + skew.sentence(folder / SHARED)
+    return chart, table, slower, speed.example(layers)
