@@ -27,6 +27,7 @@ if not interpret:
     SLOW += ["transformers.modeling_utils", "peft"]
 KEPT: list[object] = []  # what a script leaves: torch may hang where it frees a model in DDP after its group
 PATIENCE = 600  # seconds, then a process prints where it is, and fails
+HOSTS_PATIENCE = 180  # seconds, then all hosts are ended
 
 
 def environment() -> dict[str, str]:
@@ -79,6 +80,31 @@ def torchrun(ranks: int) -> list[dict[str, str]]:
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def on_hosts(commands: list[list[str]], folder: pathlib.Path) -> str:
+    """Run `torchrun words` for each list of words as one of several hosts, and return what they print.
+
+    A free port stands in for 29500.  If one host hangs, all are ended.
+    """
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = str(free.getsockname()[1])
+    env = environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    hosts = []
+    try:
+        for words in commands:
+            words = [word.replace("29500", port) for word in words]
+            command = [sys.executable, "-m", "torch.distributed.run", *words]
+            hosts.append(subprocess.Popen(command, text=True, **options))
+        printed = "\n".join(host.communicate(timeout=HOSTS_PATIENCE)[0] for host in hosts)
+    finally:
+        for host in hosts:
+            host.terminate()  # torchrun then ends its ranks, which it has put into sessions of their own
+        for host in hosts:
+            host.wait(HOSTS_PATIENCE)
+    assert not any(host.returncode for host in hosts), printed
+    return printed
 
 
 def become(script: str, words: list[str], cwd: pathlib.Path, files: list[pathlib.Path], variables: dict):

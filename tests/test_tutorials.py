@@ -1,12 +1,8 @@
 """Each tutorial runs as a reader follows it: its Python blocks are one program."""
 
-import contextlib
 import pathlib
 import re
 import shlex
-import socket
-import subprocess
-import sys
 
 import forked
 import pytest
@@ -14,7 +10,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("tutorial_*.md"))}
 PARALLEL = "tutorial_expert_parallel"
-PATIENCE = 180  # seconds, then all hosts are ended
 
 
 def blocks(name, language):
@@ -49,28 +44,6 @@ def losses(text):
     return {(int(s), int(r)): float(n) for s, r, n in re.findall(r"step (\d+), (\d) ranks: loss (\S+)", text)}
 
 
-def on_hosts(commands, folder):
-    """Run each command as one of several hosts, and return what they print.  If one hangs, all are ended."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = str(free.getsockname()[1])
-    env = forked.environment() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    hosts = []
-    try:
-        for words in commands:
-            words = [port if word == "29500" else word for word in words]
-            command = [sys.executable, "-m", "torch.distributed.run", *words]
-            hosts.append(subprocess.Popen(command, text=True, **options))
-        printed = "\n".join(host.communicate(timeout=PATIENCE)[0] for host in hosts)
-    finally:
-        for host in hosts:
-            host.terminate()  # torchrun then ends its ranks, which it has put into sessions of their own
-        for host in hosts:
-            host.wait(PATIENCE)
-    assert not any(host.returncode for host in hosts), printed
-    return printed
-
-
 @pytest.mark.ranks
 def test_tutorial_expert_parallel(tmp_path):
     """Two ranks save; four ranks, one rank and two hosts load, with the same loss."""
@@ -88,7 +61,7 @@ def test_tutorial_expert_parallel(tmp_path):
         assert done.returncode == 0, done.stderr
         found |= losses(done.stdout)
     assert found.keys() == {(0, 2), (20, 2), (20, 4), (20, 1)}
-    on_two_hosts = losses(on_hosts(hosts, tmp_path))
+    on_two_hosts = losses(forked.on_hosts(hosts, tmp_path))
     loaded = [found[20, 4], found[20, 1], on_two_hosts[20, 2]]
     assert loaded == pytest.approx([found[20, 2]] * 3, abs=2e-4)  # printed with four digits
     assert on_two_hosts[30, 2] < found[20, 2] < found[0, 2]
