@@ -1,0 +1,84 @@
+"""Two hosts, each of which has all experts: what travels between them, and the losses of one process."""
+
+import pathlib
+import re
+
+import forked
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_aiter.config import interpret
+from moe_aiter.distributed import expert_mesh, parallelize
+
+from . import hosts, ranks
+
+if interpret:
+    pytest.skip("nothing here runs Triton", allow_module_level=True)
+
+TORCHRUN = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29500 --rdzv-id test"
+
+
+class Traffic(TorchDispatchMode):
+    """Records what ops send to a group of ranks: (op, ranks of the group, numbers of its tensors)."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.names = {group.group_name: group for group in mesh.get_all_groups()}  # the world has an object
+        self.sent = []
+
+    def groups_of(self, func, args):
+        objects = [a for a in args if func.namespace == "c10d" and isinstance(a, torch.ScriptObject)][:1]
+        found = [*map(dist.ProcessGroup.unbox, objects)]
+        return [*found, *(self.names[a] for a in args if isinstance(a, str) and a in self.names)]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if groups := self.groups_of(func, args):
+            numbers = tuple(t.numel() for t in args if isinstance(t, Tensor))
+            self.sent.append((func.__name__, dist.get_process_group_ranks(groups[0]), numbers))
+        return func(*args, **(kwargs or {}))
+
+
+def sent_by(model, mesh, x):
+    """What a training step sends, after one that has sent what is only sent once."""
+    hosts.loss_of(model, x).backward()
+    with Traffic(mesh) as traffic:
+        hosts.loss_of(model, x).backward()
+    return traffic.sent
+
+
+def weights_between_hosts(rank, world, folder):
+    """Between hosts travel weights and gradients by FSDP2, as many for any number of tokens."""
+    mesh = expert_mesh("cpu", ep=2)
+    model = parallelize(hosts.build(), mesh)
+    inside, pair = [2 * (rank // 2), 2 * (rank // 2) + 1], [rank % 2, rank % 2 + 2]
+    batches = [hosts.tokens_of(0, world, tokens)[rank] for tokens in (hosts.T, 2 * hosts.T)]
+    sent = [sent_by(model, mesh, x) for x in batches]
+    within = [[numbers for _, group, numbers in found if group == inside] for found in sent]
+    between = [[part for part in found if part[1] != inside] for found in sent]
+    assert between[0] == between[1]
+    assert len(within[0]) == len(within[1]) > 0
+    assert all(a < b for a, b in zip(*within, strict=True) if max(a) > 2 * hosts.E)  # the rest are counts
+    assert {op for op, *_ in between[0]} == {"_allgather_base_.default", "_reduce_scatter_base_.default"}
+    assert all(group in (pair, list(range(world))) for _, group, _ in between[0])
+    experts = sum(p.numel() for p in hosts.build()[1].moe.experts.parameters())
+    assert {max(numbers) for _, group, numbers in between[0] if group == pair} == {experts // 2}
+    dense = [
+        sum(p.numel() for n, p in part.named_parameters() if "experts" not in n) for part in hosts.build()
+    ]
+    assert {max(numbers) for _, group, numbers in between[0] if group != pair} == set(dense)
+
+
+def test_weights_alone_travel_between_hosts(tmp_path):
+    ranks.run(4, weights_between_hosts, tmp_path)
+
+
+def test_two_hosts(tmp_path):
+    """Two torchrun of two ranks each: the losses of one process that has the tokens of all."""
+    script = pathlib.Path(hosts.__file__)
+    printed = forked.on_hosts([[*TORCHRUN.split(), str(script)]] * 2, tmp_path)
+    found = [[float(n) for n in line.split()] for line in re.findall(r"^losses (.*)$", printed, re.M)]
+    assert len(found) == 4, printed
+    assert found == [pytest.approx(hosts.alone(4), rel=1e-5)] * 4
