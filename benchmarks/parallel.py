@@ -51,8 +51,12 @@ from moe_aiter.bench.problem import (
     truth,
 )  # fmt: skip
 from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed.collective import all_gather
+from moe_aiter.distributed.experts import check_guests
+from moe_aiter.distributed.guests import guest_bytes
 from moe_aiter.distributed.transport import region_sizes, why_not_symmetric
 from moe_aiter.integrations.transformers import parallel_interface
+from moe_aiter.kernels.rows.lend import lend_rows
 from moe_aiter.layers.experts import Experts, local_part
 from moe_aiter.routing.plan import make_plan
 from moe_aiter.routing.router import route
@@ -138,6 +142,8 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
             raise ValueError(f"--routing zipf: {name} has more experts than hidden sizes")
         if routing == "one-rank" and experts // ep < top_k:
             raise ValueError(f"--routing one-rank: a rank has {experts // ep} experts, a token needs {top_k}")
+        for guests in args.guests:
+            check_guests(guests, experts - experts // ep)
         law = f"{routing} {skew}".rstrip()
         title = f"shape {name}: T, H, I, E, k = {shape}; {law} routing; {world} ranks, ep {ep}"
         cells = {"ranks": world, "ep": ep, "routing": routing, "skew": skew} | shape_cells(name, shape)
@@ -312,8 +318,8 @@ def contenders(p: RankProblem, guests: Iterable[int | str] = (0,)) -> Iterator[C
         skip(SYMMETRIC, RuntimeError(max(reasons)))
     else:
         for number in guests:
-            name, lends = (f"{SYMMETRIC}, guests {number}", {"guests": number}) if number else (SYMMETRIC, {})
-            yield ours(p, name, ExpertParallel(transport="symmetric", **lends))
+            name = f"{SYMMETRIC}, guests {number}" if number else SYMMETRIC
+            yield ours(p, name, ExpertParallel(transport="symmetric", guests=number))
     yield ours(p, ONE_GPU, None)
     yield torch_all_to_all(p)
     peers = {TORCHTITAN: torchtitan, HUGGING_FACE: hugging_face}
@@ -336,7 +342,9 @@ def ours(p: RankProblem, name: str, style: ExpertParallel | None) -> Contender:
     if style is not None:
         sent = bytes_sent(p, style.options["keep_x"])
         if style.options["transport"] == "symmetric":
-            pool = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights, num_experts))
+            lent, guests = bytes_lent(p, experts)
+            sent += lent
+            pool = sum(region_sizes(p.mesh.size(), p.x, p.routing_weights, num_experts, guests))
     cells = cells_of(sent, pool)
     return Contender(name, run, leaves, ours=True, as_ours=local_parts, cells=cells)
 
@@ -359,6 +367,27 @@ def bytes_sent(p: RankProblem, keep_x: bool) -> int:
     tokens, hidden, _, _, top_k = p.shape.sizes
     rows, routing = (4, 4 * top_k) if keep_x else (5, 3 * top_k)
     return (p.mesh.size() - 1) * tokens * (rows * hidden * p.x.element_size() + 4 * routing)
+
+
+def bytes_lent(p: RankProblem, experts: Experts) -> tuple[float, tuple[int, int]]:
+    """Return the most bytes that a rank sends in a step for loans, with the inputs at hand, and those of
+    guests' weights and gradients in the pool.
+
+    The home of an expert sends its weights twice, the borrower their gradients once.
+    """
+    dispatcher, weights = experts.dispatcher, experts.local_weights()
+    lending = dispatcher.lending(p.x, p.routing_weights, weights)
+    if lending is None:
+        return 0, (0, 0)
+    own = torch.bincount(p.expert_ids.flatten(), minlength=p.shape.num_experts)[None]
+    sizes = own.repeat(p.mesh.size(), 1)
+    all_gather(sizes, own, group=p.mesh.get_group())
+    _, guests_of = lend_rows(sizes, p.each, *lending)
+    there, rank = guests_of >= 0, p.mesh.get_local_rank()
+    lent = there & (guests_of.div(p.each, rounding_mode="floor") == rank)
+    of_weights, of_gradients = guest_bytes(weights, 1)
+    sent = 2 * int(lent.sum()) * of_weights + int(there[rank].sum()) * of_gradients
+    return most([sent], p.x.device)[0], guest_bytes(weights, lending.guests)
 
 
 def torch_all_to_all(p: RankProblem) -> Contender:

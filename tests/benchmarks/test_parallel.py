@@ -24,6 +24,7 @@ from moe_aiter.bench.problem import new_problem, of_sizes
 from moe_aiter.integrations.transformers import parallel_interface
 
 from ..distributed import ranks
+from ..distributed.shared_memory import use_files
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TOY = ("--device", "cpu", "--shape", "64,32,24,8,2", "--reps", "1", "--dtype", "float32")
@@ -201,21 +202,28 @@ def choose(rank, world, folder):
 
 
 def lend(rank, world, folder):
-    """A contender for each number of guests, of which 0 is that of before there were guests."""
-    problem = new_problem(of_sizes("8,32,24,4,2", True), torch.float32, torch.device("cpu"))
+    """A contender for each number of guests, as exact as without; the pool has their slots."""
+    shape = of_sizes("64,32,24,8,2", True)
+    problem = new_problem(shape, torch.float32, torch.device("cpu"), "zipf", 3.0)
     p = parallel.RankProblem(**vars(problem), mesh=parallel.expert_mesh("cpu", 2)["ep"])
-    asked = []
+    p.renew(0)
     with pytest.MonkeyPatch.context() as patch:
+        use_files(folder, patch)
         patch.setattr(parallel, "why_not_symmetric", lambda *_: "")
-        patch.setattr(parallel, "ExpertParallel", lambda **options: options)
-        patch.setattr(parallel, "ours", lambda p, name, style: asked.append((name, style)))
-        list(itertools.islice(parallel.contenders(p, (0, 2, "auto")), 5))
-    name, options = parallel.SYMMETRIC, {"transport": "symmetric"}
-    assert asked[2:] == [
-        (name, options),
-        (f"{name}, guests 2", options | {"guests": 2}),
-        (f"{name}, guests auto", options | {"guests": "auto"}),
-    ]
+        field = list(itertools.islice(parallel.contenders(p, (0, 2, "auto")), 5))[2:]
+        judge = parallel.by_all_ranks(p)
+        assert all(error.of_the_bar <= 1 for contender in field for error in judge(contender))
+    name = parallel.SYMMETRIC
+    assert [c.name for c in field] == [name, f"{name}, guests 2", f"{name}, guests auto"]
+    pools = [c.cells["pool_mib"] * 2**20 for c in field]
+    weights = gradients = 3 * 32 * 24 * 4
+    assert [pool - pools[0] for pool in pools] == [n * (weights + gradients) for n in (0, 2, 4)]  # auto: all
+    own = torch.bincount(p.expert_ids.flatten(), minlength=8).view(2, 4).sum(1)
+    dist.all_reduce(own)
+    assert own.max() > own.min() + 1
+    loans = [(c.cells["sent_mb"] - field[0].cells["sent_mb"]) * 1e6 / (2 * weights) for c in field]
+    assert loans == pytest.approx(list(map(round, loans)))
+    assert loans[0] == 0 < loans[1] <= min(2, loans[2]) and loans[2] <= 4, loans
 
 
 def test_contenders_with_guests(tmp_path):
@@ -233,6 +241,7 @@ def test_all_ranks_leave_out_symmetric_memory(tmp_path):
         ("--ep 0", "argument --ep: 0 is less than 1"),
         ("--skew nan", "argument --skew: nan is no exponent: give a number from 0 on"),
         ("--guests 2 -1", "argument --guests: -1 is negative"),
+        ("--guests 1", "guests=1, but the other ranks have only 0 experts to lend"),
         ("--guests some", "argument --guests: invalid slots value: 'some'"),
         ("--routing other", "argument --routing: invalid choice: 'other'"),
         ("--shape Z", "there is no shape 'Z'; shapes: A, B"),
