@@ -110,7 +110,7 @@ def machine(source: pathlib.Path) -> str:
 
 
 def block(source: pathlib.Path, folder: str) -> str:
-    """Return the plot, if guests were measured, and the table of steps for docs/distributed.md."""
+    """Return the plot, if guests were measured, and the table of steps for docs/skew.md."""
     rows = of_guests(source)
     if not rows:
         return ""
@@ -139,7 +139,7 @@ def sentence(source: pathlib.Path) -> str:
         "* **Skewed routing on several GPUs.** The GPU with the most rows sets the time of a step. On "
         f"{machine(source)}, a step under a Zipf law has this share of the rate with normal routing: "
         f"{', '.join(said)} ([{layers}]({page})). `guests` is the number "
-        "of [experts that a GPU can borrow](distributed.md#skew-experts-lent-for-one-step).\n"
+        "of [experts that a GPU can borrow](skew.md).\n"
     )
 
 

@@ -67,7 +67,7 @@ PEER = [row(law, 10, contender=COLLECTIVE) for law in ("normal", "1")]
 @pytest.fixture
 def everywhere(tmp_path):
     """A function that runs the report with these rows of `parallel`, and returns the folder of documents."""
-    blocks = {"speed": report.BLOCKS, "distributed": ("skew",)}
+    blocks = {"speed": report.BLOCKS, "skew": ("skew",)}
     documents = {
         f"docs/{page}.md": "".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names)
         for page, names in blocks.items()
@@ -89,7 +89,7 @@ def everywhere(tmp_path):
 
 def test_before_guests_are_measured(everywhere):
     folder = everywhere(EARLIER)
-    text = (folder / "docs" / "distributed.md").read_text()
+    text = (folder / "docs" / "skew.md").read_text()
     assert "A step on 4 H100s, bfloat16, " in text and "| zipf, exponent 1 | 0 | 80 |\n" in text
     assert "![" not in text and not (folder / "docs" / skew.CHART).exists()
     assert "80 % with `guests=0` ([1 layer]" in (folder / "docs" / "speed.md").read_text()
@@ -97,7 +97,7 @@ def test_before_guests_are_measured(everywhere):
 
 def test_without_skewed_rows(everywhere):
     folder = everywhere([row("normal", 10), row("1", 20, commit="another")])
-    assert (folder / "docs" / "distributed.md").read_text() == "<!-- skew: begin -->\n<!-- skew: end -->\n"
+    assert (folder / "docs" / "skew.md").read_text() == "<!-- skew: begin -->\n<!-- skew: end -->\n"
     assert "Skewed" not in (folder / "docs" / "speed.md").read_text()
     assert "Skewed" not in (folder / report.FIGURES / "parallel.md").read_text()
 
@@ -105,7 +105,7 @@ def test_without_skewed_rows(everywhere):
 def test_guests_of_one_kind_of_machine(everywhere):
     pytest.importorskip("matplotlib")
     folder = everywhere([*GUESTS, *EARLIER, *PEER])
-    text = (folder / "docs" / "distributed.md").read_text()
+    text = (folder / "docs" / "skew.md").read_text()
     assert f"![{skew.TITLE}](./{skew.CHART})\n" in text and "on 2 H100s, bfloat16, " in text
     assert [line for line in text.splitlines() if line.startswith("|")] == [
         HEAD,
