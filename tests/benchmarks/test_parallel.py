@@ -21,6 +21,7 @@ from benchmarks.__main__ import main
 from moe_aiter.bench import measure
 from moe_aiter.bench.measure import PASSES
 from moe_aiter.bench.problem import new_problem, of_sizes
+from moe_aiter.distributed.loans import CPU, least_rows, useful_guests
 from moe_aiter.integrations.transformers import parallel_interface
 
 from ..distributed import ranks
@@ -204,7 +205,7 @@ def choose(rank, world, folder):
 def lend(rank, world, folder):
     """A contender for each number of guests, as exact as without; the pool has their slots."""
     shape = of_sizes("64,32,24,8,2", True)
-    problem = new_problem(shape, torch.float32, torch.device("cpu"), "zipf", 3.0)
+    problem = new_problem(shape, torch.float32, torch.device("cpu"), "one-rank")
     p = parallel.RankProblem(**vars(problem), mesh=parallel.expert_mesh("cpu", 2)["ep"])
     p.renew(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -217,13 +218,11 @@ def lend(rank, world, folder):
     assert [c.name for c in field] == [name, f"{name}, guests 2", f"{name}, guests auto"]
     pools = [c.cells["pool_mib"] * 2**20 for c in field]
     weights = gradients = 3 * 32 * 24 * 4
-    assert [pool - pools[0] for pool in pools] == [n * (weights + gradients) for n in (0, 2, 4)]  # auto: all
-    own = torch.bincount(p.expert_ids.flatten(), minlength=8).view(2, 4).sum(1)
-    dist.all_reduce(own)
-    assert own.max() > own.min() + 1
+    auto = useful_guests(64 * 2, least_rows(weights, weights // 4, CPU), 4, weights + gradients)
+    assert [pool - pools[0] for pool in pools] == [n * (weights + gradients) for n in (0, 2, auto)]
     loans = [(c.cells["sent_mb"] - field[0].cells["sent_mb"]) * 1e6 / (2 * weights) for c in field]
     assert loans == pytest.approx(list(map(round, loans)))
-    assert loans[0] == 0 < loans[1] <= min(2, loans[2]) and loans[2] <= 4, loans
+    assert loans[0] == 0 < loans[1] <= min(2, loans[2]) and loans[2] <= auto, loans
 
 
 def test_contenders_with_guests(tmp_path):
