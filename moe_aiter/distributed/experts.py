@@ -57,7 +57,7 @@ from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan
 from .collective import all_gather
-from .guests import AUTO, Guests, Lending, auto_guests, guest_bytes, lending_for, split
+from .guests import AUTO, Guests, Lending, auto_guests, guest_bytes, lending_for, log_loans, split
 from .overflow import add_gradients, add_output, can_add, targets
 from .slots import pad, window_rows
 from .transport import (
@@ -145,7 +145,7 @@ class ExpertDispatcher:
         self.guests = check_guests(guests, num_experts - self.each) if self.ranks > 1 else 0
         self.transport = "collective" if keep_x else transport
         self.collective = Collective(self.group, self.ranks)
-        self.symmetric = self.called = False
+        self.symmetric = self.called = self.told = False
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
@@ -265,6 +265,9 @@ class ExpertDispatcher:
         if lending is not None:
             every, guests_of = lend_rows(sizes[:, :-1], self.each, *lending)
             shares = every[self.first // self.each]
+            if not self.told and log.isEnabledFor(logging.INFO):
+                self.told = True
+                log_loans(every, self.each)
             guests = Guests(transport, self.first, self.each, guests_of, *split(weights))
             guests.lend()
         transport.fetch(tokens)  # after the routing, which would wait behind the copies of tokens

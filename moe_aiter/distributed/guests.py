@@ -60,6 +60,15 @@ def auto_guests(weights: Sequence[Any], rows: int, others: int) -> int:
     return guests
 
 
+def log_loans(shares: Tensor, each: int) -> None:
+    """Say how many rows each rank would compute without loans, and computes with them; this synchronises."""
+    rows, totals = shares[:, 1] - shares[:, 0], shares[:, 1].amax(0)
+    before = [int(part.sum()) for part in totals.split(each)]
+    log.info(
+        "experts lent for a call: ranks have %s rows, and %s without loans", rows.sum(1).tolist(), before
+    )
+
+
 def guest_bytes(weights: Sequence[Any], guests: int) -> tuple[int, int]:
     """Return the bytes of so many guests' weights, and of the gradients of those that are trained."""
     trained = [w for w in weights if w is not None and w.requires_grad]

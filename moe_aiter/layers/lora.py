@@ -614,19 +614,16 @@ class LoRAExperts(SteppedExperts):
     ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, on this rank, with these `local_weights`."""
         gate_up, down, gate_up_bias, down_bias, *factors = weights
-        base, loras = self.base, (self.gate_up_lora, self.down_lora)
         if not factors:
-            return base.compute(x, routing_weights, plan, weights, save_z, lent)
+            return self.base.compute(x, routing_weights, plan, weights, save_z, lent)
         x, gate_up, down = cast_as_linear(x, gate_up, down)
         check_float(x=x, gate_up=gate_up)
         check_plan(plan)
         plan, segments = split_plan(RoutePlan(*plan), gate_up.shape[0])
-        up_adapter, down_adapter = (
-            low_rank(three, lora.input_dropout, segments)
-            for three, lora in zip((factors[:3], factors[3:]), loras, strict=True)
-        )
+        up_adapter = low_rank(factors[:3], self.gate_up_lora.input_dropout, segments)
+        down_adapter = low_rank(factors[3:], self.down_lora.input_dropout, segments)
         up, down = Projection(gate_up, gate_up_bias, up_adapter), Projection(down, down_bias, down_adapter)
-        return experts_by_step(x, up, base.options.activate, down, routing_weights, plan)
+        return experts_by_step(x, up, self.base.options.activate, down, routing_weights, plan)
 
     @checked
     def merge(self, adapter: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import math
 import random
 
@@ -168,3 +169,31 @@ def drawn(rank, world, folder):
 @pytest.mark.parametrize("world", few([2, 3, 4], 3))
 def test_drawn_combinations(world, tmp_path):
     run(world, drawn, tmp_path)
+
+
+def check_log(rank, world, folder):
+    """The log says once what the loans change, and how many guests "auto" takes."""
+    case = draw(1000, world) | {"experts": 2 * world, "tokens": 50, "top_k": 2, "skew": 2.0, "kept": 1.0}
+    experts, (x, ids, s, _) = experts_of(case), batch_of(case, world, 0)
+    layer, records = shared(experts, world, guests="auto"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    log = logging.getLogger("moe_aiter")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))
+        for _ in range(2):
+            x_own, ids_own, s_own = (t.tensor_split(world)[rank] for t in (x, ids, s))
+            layer(x_own, s_own, make_plan(ids_own, 2 * world))
+    (auto,) = [text for text in records if "ranks borrow up to" in text]
+    assert f"up to {min(8, 2 * world - 2)} experts" in auto
+    (rows,) = [text for text in records if text.startswith("experts lent for a call")]
+    before = torch.bincount(ids.flatten() // 2, minlength=world).tolist()
+    after = world * [50 * 2]
+    assert rows == f"experts lent for a call: ranks have {after} rows, and {before} without loans"
+    assert repr(layer.dispatcher).endswith(f"guests={min(8, 2 * world - 2)}")
+
+
+def test_log(tmp_path):
+    run(2, check_log, tmp_path)

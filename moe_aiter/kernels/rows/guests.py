@@ -133,7 +133,9 @@ def clear_guests(slots: Sequence[Tensor], guests: Tensor) -> None:
         return
     first, last = slots[0], slots[-1]
     if first.is_cpu and not interpret:
-        return torch._foreach_zero_(slots)
+        for t in slots:
+            t.zero_()
+        return
     bytes_of_all = last.data_ptr() + last.nbytes - first.data_ptr()
     whole, G = first.view(torch.int32).flatten(), len(guests)
     n = bytes_of_all // whole.element_size()
