@@ -10,6 +10,7 @@ from check import error
 from moe_aiter import make_plan
 from moe_aiter.config import settings
 from moe_aiter.distributed import guests
+from moe_aiter.distributed.loans import GPU
 from moe_aiter.kernels.experts.fp8 import RECIPES
 
 from .ranks import all_bits, gpus, of_all_ranks, run
@@ -51,7 +52,7 @@ def check_bits(rank, world, transport, recipe, dtype):
 
 
 def everything(rank, world, folder):
-    guests.LINK = math.inf  # so that experts of few rows are lent too
+    guests.rates_of = lambda kind: GPU._replace(link=math.inf)  # so that experts of few rows are lent too
     for transport in ("collective", "symmetric") if world > 1 else ("collective",):
         for recipe in RECIPES:
             check_bits(rank, world, transport, recipe, torch.bfloat16)
