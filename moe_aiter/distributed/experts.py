@@ -308,7 +308,7 @@ class ExpertDispatcher:
         arriving, s, plans, every_span, guests = arrival
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
-        spans = every_span[..., : self.count] if in_turn else None
+        spans = every_span[0, ..., : self.count] if in_turn else None
         slots = receive(arriving, wire.x, x) if spans is None else arriving.arrived[0]
         sums = transport.combine()
         later = guests if adds else None

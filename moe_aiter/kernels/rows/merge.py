@@ -31,10 +31,10 @@ BLOCK = 128  # choices of a program
 
 class MergeInputs(NamedTuple):
     """The inputs of the op `merge_plans`: the order of the rows of E of N experts (S * T * k,); for W windows
-    their ranks (W, S * T, k) and group sizes (W, E); and the spans of the first window.
+    their ranks (W, S * T, k) and group sizes (W, E), and the spans of each source's rows.
 
-    The spans (2, S, E) say where the rows of each source begin, and how many they are.  E is rounded up to a
-    multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
+    The spans (W, 2, S, E) say where in a window the rows of each source begin, and how many they are.  E is
+    rounded up to a multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
 
     With guests, there are so many groups instead of E: group g is the g-th of the other experts of which this
     rank computes rows.  They have one window, and the order of its rows alone: rows past it are dropped.
@@ -91,18 +91,19 @@ def merge_reference(i: MergeInputs) -> tuple:
     order[row[row >= 0]] = torch.arange(sources * choices, device=rank.device).view_as(row)[row >= 0]
 
     parts = [t.maximum(begin).minimum(end) + starts for t in (before, before + sizes)]
-    begins, ends = (t.clamp(max=i.rows)[:, groups] for t in parts)
-    missing = spans_width(i.groups) - begins.shape[1]
-    spans = F.pad(torch.stack([begins, ends - begins]), (0, missing))
-    total = F.pad(total[groups], (0, i.groups - begins.shape[1]))
-    ends, ranks, windows = total.cumsum(0), [], []
+    first_rows, last_rows = (t[:, groups] for t in parts)
+    found = first_rows.shape[1]
+    total = F.pad(total[groups], (0, i.groups - found))
+    ends, ranks, windows, spans = total.cumsum(0), [], [], []
     for begin in range(0, i.windows * i.rows, i.rows):
         end = begin + i.rows
+        begins, past = ((t - begin).clamp(0, i.rows) for t in (first_rows, last_rows))
+        spans.append(F.pad(torch.stack([begins, past - begins]), (0, spans_width(i.groups) - found)))
         elsewhere = ahead | (row >= end if i.last_first else (row >= 0) & (row < begin))
         inside = (row >= begin) & (row < end)
         ranks.append((row - begin).where(inside, -1).masked_fill(elsewhere, ELSEWHERE.value))
         windows.append((ends.clamp(max=end) - (ends - total).clamp(min=begin)).clamp(min=0))
-    return order, torch.stack(ranks).view(i.windows, -1, top_k), torch.stack(windows), spans
+    return order, torch.stack(ranks).view(i.windows, -1, top_k), torch.stack(windows), torch.stack(spans)
 
 
 # kernel
@@ -132,7 +133,7 @@ def merge_kernel(
     order_ptr,  # (order_rows,)
     row_ptr,  # (W, S * R)
     group_sizes_ptr,  # (W, groups)
-    spans_ptr,  # (2, S, width)
+    spans_ptr,  # (W, 2, S, width)
     S, R, N, first, E, groups, width, rows, order_rows, W, rank_stride, sizes_stride, shares_stride,
     LAST_FIRST: tl.constexpr,
     GUESTS: tl.constexpr,  # the groups are guests
@@ -189,16 +190,16 @@ def merge_kernel(
         if (block == 0) & (source == 0):
             inside = tl.minimum(last, end) - tl.maximum(last - total, begin)
             tl.store(group_sizes_ptr + w * groups + group, tl.maximum(inside, 0), mask=mine)
-    if block == 0:
-        to = spans_ptr + source * width
-        first_row, end_row = tl.minimum(start, rows), tl.minimum(start + count, rows)
-        tl.store(to + group, first_row, mask=mine)
-        tl.store(to + S * width + group, end_row - first_row, mask=mine)
-        if GUESTS:
-            free = (n >= tl.sum(mine.to(tl.int32), 0)) & (n < groups)
-            tl.store(to + n, 0, mask=free)
-            tl.store(to + S * width + n, 0, mask=free)
-            tl.store(group_sizes_ptr + n, 0, mask=free & (source == 0))
+        if block == 0:
+            to = spans_ptr + (2 * w * S + source) * width
+            first_row, end_row = limited(start - begin, 0, rows), limited(start + count - begin, 0, rows)
+            tl.store(to + group, first_row, mask=mine)
+            tl.store(to + S * width + group, end_row - first_row, mask=mine)
+            if GUESTS:
+                free = (n >= tl.sum(mine.to(tl.int32), 0)) & (n < groups)
+                tl.store(to + n, 0, mask=free)
+                tl.store(to + S * width + n, 0, mask=free)
+                tl.store(group_sizes_ptr + n, 0, mask=free & (source == 0))
 
 
 # launcher
@@ -225,7 +226,7 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
     order = i.rank.new_empty(i.order_rows, dtype=torch.int32)
     rank = order.new_empty(i.windows, S * R // i.top_k, i.top_k)
     sizes = order.new_empty(i.windows, i.groups)
-    return order, rank, sizes, order.new_empty(2, S, spans_width(i.groups))
+    return order, rank, sizes, order.new_empty(i.windows, 2, S, spans_width(i.groups))
 
 
 @binds

@@ -60,7 +60,7 @@ def routing(device, kind):
     ranks, sizes = torch.stack([a[1].flatten() for a in alone]), torch.stack([a[2] for a in alone])
     rows = 2 * T if kind == "a window" else SOURCES * T * K
     order, ranks, sizes, spans = merge_plans(ranks, sizes, K, 0, E, rows, True)
-    return RoutePlan(order[:rows], ranks[0], sizes[0]), spans
+    return RoutePlan(order[:rows], ranks[0], sizes[0]), spans[0]
 
 
 @tiers

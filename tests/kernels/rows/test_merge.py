@@ -26,7 +26,7 @@ def merged(ids, num_experts, first, count, rows=10**6, last_first=False):
 def test_merge(backend, device, shape, first, count):
     ids = torch.randint(-1, 7, shape, device=device)
     ids = ids.masked_fill(ids == 4, 5)  # an expert without rows
-    order, (rank,), (sizes,), spans = merged(ids, 7, first, count)
+    order, (rank,), (sizes,), (spans,) = merged(ids, 7, first, count)
     mine = torch.where((ids >= first) & (ids < first + count), ids - first, -1).flatten(0, 1)
     for got, want in zip((order, rank, sizes), sort_by_expert(mine, count), strict=True):
         assert torch.equal(got, want)
@@ -45,7 +45,7 @@ def test_merge(backend, device, shape, first, count):
 def test_windows_are_a_partition(backend, device, rows, last_first):
     """Each choice is in one window, and ELSEWHERE in the windows that are computed after that one."""
     ids = torch.randint(-1, 7, (3, 13, 2), device=device)
-    order, (whole,), (total,), whole_spans = merged(ids, 7, 2, 4)
+    order, (whole,), (total,), ((begins, rows_of),) = merged(ids, 7, 2, 4)
     same_order, ranks, sizes, spans = merged(ids, 7, 2, 4, rows, last_first)
     count = -(-78 // rows)
     assert torch.equal(same_order, order) and ranks.shape == (count, 39, 2) and sizes.shape == (count, 4)
@@ -56,8 +56,8 @@ def test_windows_are_a_partition(backend, device, rows, last_first):
         assert torch.equal(rank >= 0, of == i) and torch.equal((rank + i * rows)[of == i], whole[of == i])
         assert torch.equal(rank == ELSEWHERE.value, (of > i) if last_first else (of >= 0) & (of < i))
         assert rank.min() >= ELSEWHERE.value
-    begin, end = whole_spans[0].clamp(max=rows), (whole_spans[0] + whole_spans[1]).clamp(max=rows)
-    assert torch.equal(spans[:, :, :4], torch.stack([begin, end - begin])[:, :, :4])
+        begin, end = ((n - i * rows).clamp(0, rows) for n in (begins, begins + rows_of))
+        assert torch.equal(spans[i, ..., :4], torch.stack([begin, end - begin])[..., :4])
 
 
 def test_plans_of_some_rows(backend, device):
@@ -103,10 +103,12 @@ def check_call(call, choices, elsewhere, sources, rows):
     for part, rank, sizes in zip(order.split(rows), ranks, group_sizes, strict=True):
         check_plan_values(len(part), sizes, part, rank.view(tokens, top_k))
     for source in range(sources):
-        begins, sizes = spans[:, source].tolist()
-        for begin, size, group in zip(begins, sizes, choices, strict=True):
+        for n, group in enumerate(choices):
+            pairs = zip(order.split(rows), spans[:, :, source, n].tolist(), strict=True)
             of_source = group[group // (tokens * top_k // sources) == source]
-            assert windows > 1 or torch.equal(order[begin : begin + size], of_source)
+            assert torch.equal(
+                torch.cat([part[begin : begin + size] for part, (begin, size) in pairs]), of_source
+            )
 
 
 @pytest.mark.parametrize("ranks, experts", [(2, 5), (3, 12), (4, 16)], ids=str)
@@ -150,7 +152,7 @@ def test_guests_without_room(backend, device):
     assert joined(*call, 8, False, shares, 2)[2].tolist() == [[1, 1]]
     order, ranks, sizes, spans = joined(*call, 3, True, shares, 5)
     assert order.tolist() == [1, 2, 4] and sizes.tolist() == [[1, 1, 1, 0, 0]]
-    assert ranks.tolist() == [[[-1, 0], [1, -1], [2, -1]]] and spans[1].tolist() == [[1, 1, 1, 0, 0]]
+    assert ranks.tolist() == [[[-1, 0], [1, -1], [2, -1]]] and spans[0, 1].tolist() == [[1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("guests", [0, 2])
