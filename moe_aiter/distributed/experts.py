@@ -25,7 +25,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -58,13 +58,14 @@ from ..private_api import assert_async, is_alias, keeps_graph, process_group, ve
 from ..routing.plan import RoutePlan
 from .collective import all_gather
 from .guests import AUTO, Guests, Lending, auto_guests, guest_bytes, lending_for, log_loans, split
-from .overflow import add_gradients, add_output, can_add, targets
+from .overflow import WHOLE, add_dx, add_gradients, add_output, can_add, targets
 from .slots import pad, window_rows
 from .transport import (
     DOUT,
     ROUTING,
     TRANSPORTS,
     Collective,
+    Pass,
     Pool,
     Sources,
     Transfer,
@@ -308,29 +309,32 @@ class ExpertDispatcher:
         arriving, s, plans, every_span, guests = arrival
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
-        spans = every_span[0, ..., : self.count] if in_turn else None
+        spans = every_span[..., : self.count] if in_turn else None
         slots = receive(arriving, wire.x, x) if spans is None else arriving.arrived[0]
         sums = transport.combine()
         later = guests if adds else None
 
-        def add(out: Tensor) -> None:
+        def add(out: Tensor, passes: Iterable[Any] = WHOLE) -> None:
             assert isinstance(experts, Experts) and isinstance(slots, Tensor)  # as `can_add` says
-            turns = [(others, weights)]
-            if later is not None:
-                turns.insert(0 if in_turn else 1, ([later.plan], later.weights()))
-            for plans, w in turns:
-                add_output(out, experts, slots, s, plans, w)
+            add_output(out, experts, slots, s, others, weights, passes)
+
+        def add_guests(out: Tensor) -> None:
+            assert isinstance(experts, Experts) and isinstance(slots, Tensor) and later is not None
+            add_output(out, experts, slots, s, [later.plan], later.weights())
 
         adds_later = bool(others) or later is not None
         rest = slots, s, plans, None if adds else guests
-        with in_passes(spans, arriving, sums, add if adds_later else None):
+        first, each = None if later is None else add_guests, add if others else None
+        with in_passes(spans, arriving, arriving, sums, first, each):
             out = compute(*rest) if compute else self.passes(experts, *rest, weights)
         if spans is not None and not (arriving.results and (sums.sent or not adds_later)):
             raise RuntimeError(NO_PASSES)
         arriving.receive()  # on all ranks, also where nothing has read the tokens
         if not sums.sent:
-            if adds_later:
+            if others:
                 add(out)
+            if later is not None:
+                add_guests(out)
             sums.send(out)
         return Ran(sums, s, others, spans, guests, adds_later)
 
@@ -359,7 +363,7 @@ class Arrival(NamedTuple):
     tokens: Transfer  # of all slots, on their way
     s: Tensor  # (R * T, k): their routing weights
     plans: list[RoutePlan]  # the windows of own experts' rows
-    spans: Tensor  # of `Sources`, in the first window
+    spans: Tensor  # of `Sources`
     guests: Guests | None
 
 
@@ -425,13 +429,12 @@ def has_passes(x: Tensor, top_k: int) -> bool:
     return (x.is_cuda or interpret) and tokens > 0 and even
 
 
-def in_passes(
-    spans: Tensor | None, arriving: Transfer, sums: Transfer, sum_others: Callable[[Tensor], None] | None
-) -> contextlib.AbstractContextManager[None]:
-    """Let products inside the block take the rows of one rank after the other, if there are spans."""
-    if spans is None:
-        return contextlib.nullcontext()
-    return by_source.set(Sources(spans, arriving, sums, sum_others))
+def in_passes(spans: Tensor | None, *given: Any) -> contextlib.AbstractContextManager[None]:
+    """Let products inside the block take the rows of one rank after the other, if there are spans.
+
+    The other arguments are those of `Sources`.
+    """
+    return contextlib.nullcontext() if spans is None else by_source.set(Sources(spans, *given))
 
 
 class Saved:
@@ -604,7 +607,9 @@ class Backward:
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         found = receive(arriving, self.wire.dout, dout) if spans is None else arriving.arrived[0]
         dout, dout8 = (found, None) if isinstance(found, Tensor) else (found.x, found)
-        products = in_passes(spans, arriving, sums, self.add_early if self.adds else None)
+        first = self.add_guests if self.adds and self.guests is not None else None
+        each = self.add_dx_of_windows if self.adds and self.others else None
+        products = in_passes(spans, arriving, again, sums, first, each)
         try:
             with products, quantized_dout.set(dout8):
                 computed = iter(torch.autograd.grad(self.edge, known, dout, **how))
@@ -640,19 +645,16 @@ class Backward:
         borrowed = [] if self.guests is None or self.adds else self.guests.tensors()
         return *borrowed, *parts_of(receive(self.again, self.wire.again, self.x))
 
-    def add_early(self, dx: Tensor) -> None:
-        """Write the other windows' and the guests' part of the gradient of x, before own rows are added.
-
-        That is all that the windows do, but all of the guests' backward pass: their gradients leave.
-        """
-        self.add_guests(dx)
-        self.add_windows([dx, *[None] * 5])
+    def add_dx_of_windows(self, dx: Tensor, passes: Sequence[Pass]) -> None:
+        """Add the other windows' part to the gradient of some tokens, before that of own rows is added."""
+        tensors = self.arriving.arrived[0], self.experts, self.again.arrived[0], self.slots_s
+        add_dx(dx, *tensors, self.others, tuple(self.weights), passes)
 
     def add_late(
         self, dx: Tensor | None, ds: Tensor | None, dweights: Sequence[Tensor | None],
         dguests: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
-        """Add the other windows' gradients, and the guests' unless `add_early` has."""
+        """Add the other windows' gradients, and the guests' unless they have been added."""
         if self.adds:
             self.add_windows([dx, ds, *targets(self.experts, dweights)])
         if self.guests is not None and self.adds and not self.lent:
@@ -671,7 +673,10 @@ class Backward:
             add_gradients(gradients, *self.arriving.receive(), *inputs)
 
     def add_guests(self, dx: Tensor | None) -> None:
-        """Add the guests' part to the gradient of x, and send the gradients of their weights home."""
+        """Add the guests' part to the gradient of x, and send the gradients of their weights home.
+
+        Where the sums of each rank leave as they are computed, this comes before all windows.
+        """
         if self.guests is None:
             return
         weights, needs_s = self.guests.weights(), self.edges[1] is not None

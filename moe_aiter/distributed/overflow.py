@@ -2,15 +2,18 @@
 
 How many rows a rank has is known on the GPU alone, so the kernels of these windows always run.  With no rows
 they do almost nothing: tokens without rows are neither read nor written.  Each window is rounded for itself.
+Where products take the rows of one rank after the other, so do these: `passes` has one of each window.
 Nothing of it is kept for backward, which computes z again.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.base.sources import by_source
 from ..kernels.experts.down import down_gradients
 from ..kernels.experts.inputs import row_bytes
 from ..kernels.experts.mlp import BothInputs, by_expert, new_inputs
@@ -23,6 +26,7 @@ from ..layers.experts import Experts
 from ..op import pick
 from ..routing.plan import RoutePlan
 
+WHOLE = itertools.repeat(None)  # each window in one pass
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # gate_up, down and their biases
 
 
@@ -38,12 +42,26 @@ def can_add(experts: object, x: Tensor) -> bool:
 
 @torch.no_grad()
 def add_output(
-    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights
-) -> None:
-    """Add the experts' output of these rows to `out` (T, H)."""
-    for i in inputs_of(experts, x, s, plans, weights):
-        _, a = expert_up_op(*i.up())
-        gmm_unpermute_add_op(out, *i.as_gmm_unpermute(a))
+    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights,
+    passes: Iterable[Any] = WHOLE,
+) -> None:  # fmt: skip
+    """Add the experts' output of these rows to `out` (T, H); of `passes`, one for each plan, some rows."""
+    for i, some in zip(inputs_of(experts, x, s, plans, weights), passes, strict=False):
+        with by_source.set(some):
+            _, a = expert_up_op(*i.up())
+            gmm_unpermute_add_op(out, *i.as_gmm_unpermute(a))
+
+
+@torch.no_grad()
+def add_dx(
+    dx: Tensor, dout: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan],
+    weights: Weights, passes: Iterable[Any],
+) -> None:  # fmt: skip
+    """Add some of these rows' part to the gradient of x."""
+    for i, some in zip(inputs_of(experts, x, s, plans, weights), passes, strict=False):
+        with by_source.set(some):
+            dz, *_ = gradients_of_z(i, dout, (False, False), None, None)
+            add_rows_of_dx(dx, dz, i)
 
 
 @torch.no_grad()
@@ -54,11 +72,8 @@ def add_gradients(
     """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
     for i in inputs_of(experts, x, s, plans, weights):
-        routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
-        z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
-        saved = z, i.down, i.down_bias, i.routing_weights, *routing
         needs = ddown is not None, ddown_bias is not None
-        dz, _, more_bias, more_ds = down_gradients(needs, True, dout, saved, *act, ddown)
+        dz, _, more_bias, more_ds = gradients_of_z(i, dout, needs, i.down_bias, ddown)
         if ds is not None:
             ds += more_ds
         if ddown_bias is not None:
@@ -66,10 +81,25 @@ def add_gradients(
         if dgate_up_bias is not None:
             dgate_up_bias += group_sum(dz, i.group_sizes).to(dgate_up_bias.dtype)
         if dx is not None:
-            of_dx = i.gate_up, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx
-            gmm_unpermute_add_op(dx, dz, *of_dx)
+            add_rows_of_dx(dx, dz, i)
         if dgate_up is not None:
             weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
+
+
+def gradients_of_z(
+    i: BothInputs, dout: Tensor, needs: tuple[bool, bool], down_bias: Tensor | None, ddown: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute z again; return dz and the gradients of down, its bias and the routing weights."""
+    routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
+    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+    saved = z, i.down, down_bias, i.routing_weights, *routing
+    computed: tuple[Tensor, ...] = down_gradients(needs, True, dout, saved, *act, ddown)
+    return computed
+
+
+def add_rows_of_dx(dx: Tensor, dz: Tensor, i: BothInputs) -> None:
+    of_dx = i.gate_up, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx
+    gmm_unpermute_add_op(dx, dz, *of_dx)
 
 
 def targets(experts: object, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -13,13 +13,14 @@ transports do too, unless a rank has more rows than a window: windows are added 
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
 import pathlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -316,17 +317,24 @@ class Sources:
 
     spans      as `merge_plans` returns them, without their last columns
     dispatch   what the products read
+    tokens     what the products of other windows read: the same, or in backward the tokens
     sums       what their sums are sent by
-    sum_others writes the sums of the other windows' rows first, and the passes add to them; or None
+    sum_guests writes the sums of guests' rows first, and the passes add to them; or None
+    sum_others adds the sums of the other windows' rows for the tokens of one rank, before a pass does; or
+               None.  It is given the passes of these windows for that rank, the last window first
     """
 
     def __init__(
-        self, spans: Tensor, dispatch: Transfer, sums: Transfer,
-        sum_others: Callable[[Tensor], None] | None,
+        self, spans: Tensor, dispatch: Transfer, tokens: Transfer, sums: Transfer,
+        sum_guests: Callable[[Tensor], None] | None,
+        sum_others: Callable[[Tensor, Sequence["Pass"]], None] | None,
     ):  # fmt: skip
-        assert isinstance(dispatch, Fetch) and isinstance(sums, Push)
-        self.starts, self.sizes = (t.unbind() for t in spans.unbind())
-        self.dispatch, self.sums, self.sum_others = dispatch, sums, sum_others
+        assert isinstance(dispatch, Fetch) and isinstance(tokens, Fetch) and isinstance(sums, Push)
+        every = [[part.unbind() for part in window.unbind()] for window in spans.unbind()]
+        (self.starts, self.sizes), *others = every
+        self.others = others[::-1]
+        self.dispatch, self.tokens, self.sums = dispatch, tokens, sums
+        self.sum_guests, self.sum_others = sum_guests, sum_others
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         for rank in (self.dispatch.pool.rank, *self.dispatch.pool.others):  # in which they arrive
@@ -335,18 +343,41 @@ class Sources:
         self.dispatch.receive()
 
     def leaving(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, bool]]:
-        add = self.sum_others is not None
-        if self.sum_others is not None:
+        add = self.sum_guests is not None or self.sum_others is not None
+        if self.sum_guests is not None:
             with by_source.set(None):
-                self.sum_others(out)
+                self.sum_guests(out)
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
         tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
         places = self.sums.places(parts[own])
         for rank in (*self.sums.pool.others, own):
             here, in_place = slice(rank * tokens, (rank + 1) * tokens), rank == own and not add
+            if self.sum_others is not None:
+                passes = [
+                    Pass(starts[rank], sizes[rank], here, functools.partial(self.tokens.wait, rank))
+                    for starts, sizes in self.others
+                ]
+                with by_source.set(None):
+                    self.sum_others(out, passes)
             yield self.sizes[rank], self.starts[rank], here, places[own] if in_place else parts[rank], add
             if not in_place:
                 self.sums.copy(rank, places[rank], parts[rank])
+
+
+class Pass(NamedTuple):
+    """One window's pass for the tokens of one rank, `here` in all slots and, after `wait`, arrived."""
+
+    starts: Tensor
+    sizes: Tensor
+    here: slice
+    wait: Callable[[], None]
+
+    def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.wait()
+        yield self.sizes, self.starts
+
+    def leaving(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, bool]]:
+        yield self.sizes, self.starts, self.here, out[self.here], False
 
 
 @contextlib.contextmanager

@@ -19,7 +19,12 @@ from .ranks import of_all_ranks, run
 from .shared_memory import use_files
 
 pytestmark = pytest.mark.interpret
-E, K, T, H, I = 6, 2, 8, 32, 16  # noqa: E741  tokens of each rank
+E, K, T, H, I = 8, 2, 8, 32, 16  # noqa: E741  tokens of each rank
+CASES = {  # rows, recompute, guests
+    2: [(2.0, "none", 2), (2.0, "z", 0), (0.5, "none", 0), (0.5, "none", 1)],
+    3: [(3.0, "none", 2)],
+    4: [(1.0, "none", 0)],
+}
 
 
 def step(shared, x, ids, s, dout, recompute):
@@ -39,11 +44,8 @@ class Log:
 
     def __init__(self, patch):
         self.events = []
-        arriving, leaving, receive = (
-            transport.Sources.arriving,
-            transport.Sources.leaving,
-            transport.Fetch.receive,
-        )
+        arriving, leaving = transport.Sources.arriving, transport.Sources.leaving
+        receive, leaving_others = transport.Fetch.receive, transport.Pass.leaving
 
         def noted_arriving(sources):
             for groups in arriving(sources):
@@ -55,6 +57,10 @@ class Log:
                 self.events.append("sums")
                 yield groups
 
+        def noted_others(window, *given):
+            self.events.append("others")
+            return leaving_others(window, *given)
+
         def noted_receive(transfer):
             if transfer.results is None:
                 self.events.append("wait")
@@ -62,6 +68,7 @@ class Log:
 
         patch.setattr(transport.Sources, "arriving", noted_arriving)
         patch.setattr(transport.Sources, "leaving", noted_leaving)
+        patch.setattr(transport.Pass, "leaving", noted_others)
         patch.setattr(transport.Fetch, "receive", noted_receive)
 
 
@@ -76,8 +83,7 @@ def check(rank, world, folder):
         patch.setattr(slots, "ROWS", 8)  # several windows of few rows
         patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))  # each loan pays
         log = Log(patch)
-        cases = (float(world), "none", 2), (float(world), "z", 0), (0.5, "none", 0), (0.5, "none", 1)
-        for rows, recompute, lent in cases if world == 2 else cases[:1]:
+        for rows, recompute, lent in CASES[world]:
             results = []
             for name, borrowed in (("collective", 0), ("collective", lent), ("symmetric", lent)):
                 style = ExpertParallel(transport=name, rows=rows, guests=borrowed)
@@ -86,9 +92,10 @@ def check(rank, world, folder):
                 log.events.clear()
                 results.append(step(shared, x, ids, s, dout, recompute))
             for what, value in results[0].items():
-                for others in results[1:]:
-                    assert error(others[what], value) < 1e-6, (what, rows, recompute, lent)
-            expected = [*["rows"] * world, "wait", *["sums"] * world]
+                for other in results[1:]:
+                    assert error(other[what], value) < 1e-6, (what, rows, recompute, lent)
+            others = int(world / rows) - 1  # windows
+            expected = [*["rows"] * world, "wait", *[*["others"] * others, "sums"] * world]
             assert log.events[: len(expected)] == expected
         # the last results that the rank's process computes: a kernel of a user's own, which knows no passes
         torchs = IMPLS["gmm_unpermute"]["torch"]
@@ -101,7 +108,7 @@ def check(rank, world, folder):
             step(shared, x, ids, s, dout, "none")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", CASES)
 @pytest.mark.skipif(not interpret, reason="it needs the interpreter, or GPUs: test_on_gpus.py")
 def test_passes(world, tmp_path):
     run(world, check, tmp_path)
