@@ -16,7 +16,7 @@ use plain operations instead, which keep the tokens.
 Through symmetric memory, transfers run beside products (`Sources`).  While tokens or their gradients arrive,
 the rows of own tokens are computed, and then those of one rank after the other.  Sums and gradients of other
 ranks' tokens leave while those of own tokens are computed, and gradients of tokens also while the gradient of
-gate_up is.
+gate_up is.  Tokens that travel again are waited for by the products that read them, the last of backward.
 
 With `guests`, ranks compute rows for each other: `guests.py`.
 """
@@ -47,7 +47,7 @@ from ..kernels.base.check import (
     wide,
 )
 from ..kernels.base.host import saturated
-from ..kernels.base.sources import by_source
+from ..kernels.base.sources import by_source, travelling
 from ..kernels.experts.fp8 import QuantizedTokens, quantized_dout
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.lend import lend_rows
@@ -442,14 +442,17 @@ class Saved:
 
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
     and offloading treat them as usual.  A number stands for one of them.  A view stands for a part of what
-    has arrived, the slots and the weights of guests: in backward, `again` returns these as they arrive again.
+    has arrived, the slots and the weights of guests: in backward, `again` returns these as they arrive again,
+    and this object is what `travelling` of kernels/base/sources.py holds.
     """
 
     again: Callable[[], Sequence[Tensor]]
 
     def __init__(self, borrowed: Sequence[Tensor], slots: Slots):
-        self.arrived, self.uses_slots = (*borrowed, *parts_of(slots)), False
+        self.arrived, self.uses_slots, self.waits = (*borrowed, *parts_of(slots)), False, True
         self.borrowed, self.tensors = len(borrowed), list[Tensor]()
+        x = self.arrived[self.borrowed]
+        self.stand_in = torch.empty(x.shape, dtype=x.dtype, device="meta")
 
     def pack(self, t: Tensor) -> "int | View":
         for i, whole in enumerate(self.arrived):
@@ -465,11 +468,17 @@ class Saved:
     def unpack(self, what: "int | View") -> Tensor:
         if isinstance(what, int):
             return self.tensors[what]
+        if what == View(self.borrowed, None) and not self.waits:
+            return self.stand_in
         whole = self.again()[what.of]
         if what.part is None:  # which in 8 bits has come without its numbers, and comes with them
             return whole
         shape, stride, offset = what.part
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+    def receive(self) -> Tensor:
+        """Return the slots, once they have arrived."""
+        return self.again()[self.borrowed]
 
 
 class View(NamedTuple):
@@ -611,14 +620,15 @@ class Backward:
         each = self.add_dx_of_windows if self.adds and self.others else None
         products = in_passes(spans, arriving, again, sums, first, each)
         try:
-            with products, quantized_dout.set(dout8):
+            with products, travelling.set(self.saved), quantized_dout.set(dout8):
                 computed = iter(torch.autograd.grad(self.edge, known, dout, **how))
         finally:
             del self.saved.again
             self.saved.tensors = []
-        arriving.receive()  # on all ranks, also where nothing has read what arrives
-        if self.adds and spans is not None and edges[0] is not None and not sums.sent:
+        leaves = self.adds and edges[0] is not None
+        if spans is not None and not (arriving.results and (sums.sent or not leaves)):
             raise RuntimeError(NO_PASSES)
+        arriving.receive()  # on all ranks, also where nothing has read what arrives
         if x is not None:
             again.receive()
         dx, ds, *dweights = (None if edge is None else next(computed) for edge in edges)

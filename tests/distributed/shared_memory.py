@@ -3,6 +3,7 @@
 import itertools
 import pathlib
 import types
+import weakref
 
 import pytest
 import torch
@@ -30,7 +31,10 @@ class Mapped:
 
 
 def use_files(folder: pathlib.Path, patch: pytest.MonkeyPatch) -> None:
-    """Let `Pool` take its memory from files in `folder`; new memory holds NaN."""
+    """Let `Pool` take its memory from files in `folder`; new memory holds NaN.
+
+    Tokens of another rank arrive when something waits for them; before that, their place holds NaN.
+    """
     numbers = itertools.count()
 
     def mapped(number: int, rank: int, size: int) -> torch.Tensor:
@@ -46,7 +50,23 @@ def use_files(folder: pathlib.Path, patch: pytest.MonkeyPatch) -> None:
         dist.barrier(group)
         return Mapped([mapped(number, rank, size) for rank in dist.get_process_group_ranks(group)], group)
 
+    wait = transport.Fetch.wait
+
+    def fetch(transfer):
+        for rank, to, _ in transfer.copies:
+            to.fill_(float("nan"))
+            transfer.events[rank] = None
+
+    def wait_and_copy(transfer, rank):
+        for _, to, part in [copy for copy in transfer.copies if copy[0] == rank]:
+            to.data.copy_(part)  # autograd does not see the copies of GPUs, which began earlier
+        transfer.copies = [copy for copy in transfer.copies if copy[0] != rank]
+        wait(transfer, rank)
+
+    patch.setattr(transport.Fetch, "fetch", fetch)
+    patch.setattr(transport.Fetch, "wait", wait_and_copy)
     patch.setattr(
         transport, "symmetric_memory", lambda: types.SimpleNamespace(empty=empty, rendezvous=rendezvous)
     )
+    patch.setattr(transport, "REASONS", weakref.WeakKeyDictionary())  # found without the files
     patch.setattr(transport, "why_not_symmetric", lambda group, device: "")

@@ -343,7 +343,8 @@ def check_main_grad(rank, world, **options):
 
 def check_options(rank, world):
     """Other activations, z computed again, FP8."""
-    for options in ({"recompute": "z"}, {"activation": "gelu"}, {"interleaved": True}, {"fp8": "e4m3"}):
+    z, fp8 = {"recompute": "z"}, {"fp8": "e4m3"}
+    for options in (z, {"activation": "gelu"}, {"interleaved": True}, fp8, z | fp8):
         with use("torch"):
             experts, (x, s, dout) = build(**options), inputs(world * T)
             ids = distinct(torch.ones(E), world * T)

@@ -20,6 +20,7 @@ from moe_aiter.distributed import (
 )
 
 from .ranks import leave, whole
+from .shared_memory import use_files
 
 if interpret:
     pytest.skip("nothing here runs Triton", allow_module_level=True)
@@ -40,6 +41,7 @@ CASES = {  # of the MoE, its adapters and the dispatcher
     "mxfp4, dora, windows": ({"format": "mxfp4"}, {"dora": True}, {"rows": 0.5}),
     "nf4, tokens kept": ({"format": "nf4"}, {}, {"keep_x": True}),
 }
+THROUGH_MEMORY = "lora", "dora", "windows", "several", "nf4"
 FROZEN = {"format": "nf4", "bias": True}, None
 
 
@@ -85,6 +87,12 @@ def one_rank(rank: int, folder: str) -> None:
 
     for name, case in CASES.items():
         results[name] = step(shared(*case), x, dout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_files(folder, patch)
+        for name in THROUGH_MEMORY:
+            moe, lora, options = CASES[name]
+            results["memory", name] = step(shared(moe, lora, options | {"transport": "symmetric"}), x, dout)
 
     model = shared(*CASES["dora"])
     compiled = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, dout)
@@ -191,6 +199,13 @@ def test_as_one_process(ranks, case):
     adapted = {f"experts.{name}" for name in ADAPTED + (MAGNITUDES if "dora" in lora else ())}
     assert {name for name in want if name.startswith("experts.")} == adapted
     check([results[case] for results in ranks], want)
+
+
+@pytest.mark.parametrize("case", THROUGH_MEMORY)
+def test_transports_have_the_same_bits(ranks, case):
+    for results in ranks:
+        for name, want in results[case].items():
+            assert torch.equal(results["memory", case][name], want), name
 
 
 def test_merged_adapters(ranks):

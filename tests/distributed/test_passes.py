@@ -12,8 +12,7 @@ from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, slots, transport
 from moe_aiter.distributed.loans import Rates
-from moe_aiter.kernels.grouped.gmm import GmmUnpermuteInputs
-from moe_aiter.op import IMPLS, register_kernel
+from moe_aiter.op import IMPLS, INPUTS, register_kernel
 
 from .ranks import of_all_ranks, run
 from .shared_memory import use_files
@@ -25,6 +24,8 @@ CASES = {  # rows, recompute, guests
     3: [(3.0, "none", 2)],
     4: [(1.0, "none", 0)],
 }
+# where kernels of a user's own, which know no passes, would read what has not arrived, or sums have left
+OWN = ("expert_up", 4.0), ("expert_down_grad_over_z", 4.0), ("gmm_unpermute", 0.5)
 
 
 def step(shared, x, ids, s, dout, recompute):
@@ -95,17 +96,24 @@ def check(rank, world, folder):
                 for other in results[1:]:
                     assert error(other[what], value) < 1e-6, (what, rows, recompute, lent)
             others = int(world / rows) - 1  # windows
-            expected = [*["rows"] * world, "wait", *[*["others"] * others, "sums"] * world]
+            rows_of_all, sums_of_all = ["rows"] * world, [*["others"] * others, "sums"] * world
+            expected = [*rows_of_all, "wait", *sums_of_all]
+            if lent:  # guests are computed before any sums leave, and in backward read all tokens
+                expected += [*rows_of_all, "wait"]
+            elif recompute == "z":  # needs all tokens first
+                expected += ["wait", *rows_of_all, "wait", *rows_of_all, *sums_of_all]
+            else:  # the tokens are not waited for until all else is done
+                expected += [*rows_of_all, "wait", *sums_of_all, "wait"]
             assert log.events[: len(expected)] == expected
-        # the last results that the rank's process computes: a kernel of a user's own, which knows no passes
-        torchs = IMPLS["gmm_unpermute"]["torch"]
-        own = lambda out, *inputs: torchs(out, GmmUnpermuteInputs(*inputs))  # noqa: E731
-        register_kernel(op="gmm_unpermute", backend="triton")(own)
-        shared = parallelize_module(
-            copy.deepcopy(experts), mesh, ExpertParallel(transport="symmetric", rows=0.5)
-        )
-        with pytest.raises(RuntimeError, match="does not take the rows of one rank after the other"):
-            step(shared, x, ids, s, dout, "none")
+        for op, rows in OWN:
+            with pytest.MonkeyPatch.context() as registered:
+                registered.setitem(IMPLS[op], "triton", None)
+                own = lambda out, *inputs, op=op: IMPLS[op]["torch"](out, INPUTS[op](*inputs))  # noqa: E731
+                register_kernel(op=op, backend="triton")(own)
+                style = ExpertParallel(transport="symmetric", rows=rows)
+                shared = parallelize_module(copy.deepcopy(experts), mesh, style)
+                with pytest.raises(RuntimeError, match="does not take the rows of one rank after the other"):
+                    step(shared, x, ids, s, dout, "none")
 
 
 @pytest.mark.parametrize("world", CASES)

@@ -5,17 +5,25 @@ whose sums leave begins with the rows of other ranks' tokens.  `moe_aiter.distri
 
 The products are those of `expert_up`, `expert_down_grad` and `gmm_unpermute`.  Their launchers bind a kernel
 for whole groups and one for passes, and loop over `arriving` or `leaving`.
+
+In backward, tokens that were saved travel again, beside the products that do not read them.  Whatever unpacks
+them waits for them, except inside of `late`: there a tensor without memory, on the device meta, stands for
+the tokens until `arrived` waits for them.  So nothing can read them too early.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ...private_api import Scoped
 from .launch import bind_kernel
 
+X = TypeVar("X", Tensor, Tensor | None)
+
 by_source: Scoped[Any] = Scoped("by_source", None)  # an object with the two methods that are called here
+travelling: Scoped[Any] = Scoped("travelling", None)  # an object with `waits` and `receive()`, see below
 
 
 def bind_passes(kernel: Callable, grid: tuple, **constants) -> Callable:
@@ -44,3 +52,24 @@ def leaving(group_sizes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor |
     sources = by_source.get()
     whole = group_sizes, None, slice(None), out, False
     return iter([whole]) if sources is None else sources.leaving(out)
+
+
+def late() -> contextlib.AbstractContextManager[None]:
+    """Do not wait for saved tokens that are unpacked inside the block: whoever reads them calls `arrived`."""
+    source = travelling.get()
+    return contextlib.nullcontext() if source is None else without_wait(source)
+
+
+@contextlib.contextmanager
+def without_wait(source: Any) -> Iterator[None]:
+    source.waits = False
+    try:
+        yield
+    finally:
+        source.waits = True
+
+
+def arrived(x: X) -> X:
+    """Return the tokens that `x` stands for, after a wait for them on the GPU; another `x` as it is."""
+    source = travelling.get()
+    return x if source is None or x is None or not x.is_meta else source.receive()

@@ -43,6 +43,7 @@ from ..base.check import (
     split_groups,
     take_rows,
 )
+from ..base.sources import arrived, late
 from ..base.tile import TILE_DTYPES
 from ..grouped.four_bit import FourBitInputs, four_bit_gmm_op
 from ..grouped.gmm import GroupedInputs, gmm_op, gmm_reference
@@ -355,13 +356,14 @@ def launch_adapted_low(low: Tensor, i: AdaptedLowInputs) -> None:
 
 
 def backward_adapted_low(ctx, dlow):
-    x, a, order, rank, lens, weight_indices = ctx.saved_tensors
+    with late():
+        x, a, order, rank, lens, weight_indices = ctx.saved_tensors
     needs, segments = AdaptedLowInputs(*ctx.needs_input_grad), (lens, None, weight_indices)
     dx = da = None
     if needs.x:
         dx = unpermute_op(segment_gmm_op(dlow, a, *segments), order, rank, None)
     if needs.a:
-        da = segment_weight_gradient(a.mT, permute_op(x, order, rank, None), dlow, *segments).mT
+        da = segment_weight_gradient(a.mT, permute_op(arrived(x), order, rank, None), dlow, *segments).mT
     return gradients(AdaptedLowInputs, x=dx, a=da)
 
 
@@ -373,7 +375,8 @@ def save_adapted_up(ctx, i: AdaptedUpInputs, output):
 
 
 def backward_adapted_up(ctx, dz):
-    x, w, low, b, order, rank, group_sizes, lens, weight_indices, *parts = ctx.saved_tensors
+    with late():
+        x, w, low, b, order, rank, group_sizes, lens, weight_indices, *parts = ctx.saved_tensors
     needs = AdaptedUpInputs(*ctx.needs_input_grad)
     segments = group_sizes if lens is None else lens, None, weight_indices
     dlow = segment_gmm_op(dz, b, *segments) if needs.low else None

@@ -62,6 +62,7 @@ from ..base.activations import get_activation
 from ..base.check import check_plan, check_tensor, refuse_gradient, take_rows
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
+from ..base.sources import arrived, late
 from ..base.tile import column_slices
 from ..dense.scaled_gemm import ScaledGroupsInputs, scaled_gmm
 from ..grouped.gmm import GmmUnpermuteInputs, GroupedInputs, bind_token_sum
@@ -441,7 +442,8 @@ def save_experts(ctx, i: ExpertsFp8Inputs, output):
 
 
 def backward_experts(ctx, dout, *_):
-    *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
+    with late():
+        *saved, z, gate_up_scale, down_amax, x8, x_scale = saved_tensors(ctx)
     i, needs = ExpertsFp8Inputs(*saved, *ctx.others), ExpertsFp8Inputs(*ctx.needs_input_grad)
     blocks, x8 = i.recipe == BLOCK, (x8, x_scale)
     format = "e4m3" if blocks else i.recipe.removesuffix(ALL)
@@ -450,7 +452,7 @@ def backward_experts(ctx, dout, *_):
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
     spend_z = not i.save_z or is_last_use(z)
     if not i.save_z:
-        x8 = x8 if i.save_x8 else quantize_tokens(i.x, "e4m3", blocks)
+        x8 = x8 if i.save_x8 else quantize_tokens(arrived(i.x), "e4m3", blocks)
         w8, gate_up_scale = blocks_of_weight(i.gate_up) if blocks else rows_of_weight(i.gate_up)
         z = expert_z_fp8_op(*x8, w8, gate_up_scale, i.gate_up_bias, *routing, *act, dout.dtype)
         del w8

@@ -25,7 +25,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import Extra, Index, Operand, check_fields, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.sources import arriving, bind_passes
+from ..base.sources import arrived, arriving, bind_passes, late
 from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
@@ -253,7 +253,9 @@ def save_expert_up(ctx, i: UpInputs, output):
 
 def backward_expert_up(ctx, dz, da):
     # da is always None: expert_down gives the whole gradient to z
-    dx, dw, dbias = up_gradients(ctx.needs_input_grad[:3], dz, *saved_tensors(ctx), *ctx.rest)
+    with late():
+        saved = saved_tensors(ctx)
+    dx, dw, dbias = up_gradients(ctx.needs_input_grad[:3], dz, *saved, *ctx.rest)
     return gradients(UpInputs, x=dx, gate_up=dw, bias=dbias)
 
 
@@ -263,7 +265,7 @@ def up_gradients(
 ) -> tuple:  # fmt: skip
     """Return the gradients of x, gate_up and bias, as `needs` says; the largest is computed last.
 
-    `of_weight` is the product for gate_up.
+    `of_weight` is the product for gate_up, the only one that reads x, which may still be on its way.
     """
     dx = dw = dbias = None
     if needs[0]:
@@ -272,7 +274,7 @@ def up_gradients(
         dbias = group_sum(dz, group_sizes).to(bias_dtype)
     if needs[1]:
         main_grad = None if main_grad is None else main_grad.mT
-        dw = of_weight(gate_up.mT, main_grad, x, dz, group_sizes, order, rank.shape[1])
+        dw = of_weight(gate_up.mT, main_grad, arrived(x), dz, group_sizes, order, rank.shape[1])
         dw = None if dw is None else dw.mT
     return dx, dw, dbias
 
