@@ -14,9 +14,10 @@ out.  Its backward pass receives these tokens again, and runs the recorded graph
 use plain operations instead, which keep the tokens.
 
 Through symmetric memory, transfers run beside products (`Sources`).  While tokens or their gradients arrive,
-the rows of own tokens are computed, and then those of one rank after the other.  Sums and gradients of other
-ranks' tokens leave while those of own tokens are computed, and gradients of tokens also while the gradient of
-gate_up is.  Tokens that travel again are waited for by the products that read them, the last of backward.
+the rows of own tokens are computed, and then those of one rank after the other.  In forward, the sums of a
+rank's tokens follow at once, and leave while the next tokens arrive; those of own tokens come last.  In
+backward, gradients of other ranks' tokens leave while those of own tokens and the gradient of gate_up are
+computed.  Tokens that travel again are waited for by the products that read them, the last of backward.
 
 With `guests`, ranks compute rows for each other: `guests.py`.
 """

@@ -335,6 +335,7 @@ class Sources:
         self.others = others[::-1]
         self.dispatch, self.tokens, self.sums = dispatch, tokens, sums
         self.sum_guests, self.sum_others = sum_guests, sum_others
+        self.in_turn = sum_guests is None  # guests' weights arrive behind all tokens
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         for rank in (self.dispatch.pool.rank, *self.dispatch.pool.others):  # in which they arrive

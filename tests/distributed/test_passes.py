@@ -1,5 +1,6 @@
 """Shared experts whose products begin while tokens travel, in Triton's interpreter, through mapped files."""
 
+import contextlib
 import copy
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from check import error
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
@@ -21,11 +23,13 @@ pytestmark = pytest.mark.interpret
 E, K, T, H, I = 8, 2, 8, 32, 16  # noqa: E741  tokens of each rank
 CASES = {  # rows, recompute, guests
     2: [(2.0, "none", 2), (2.0, "z", 0), (0.5, "none", 0), (0.5, "none", 1)],
-    3: [(3.0, "none", 2)],
+    3: [(3.0, "none", 0), (3.0, "none", 2)],
     4: [(1.0, "none", 0)],
 }
-# where kernels of a user's own, which know no passes, would read what has not arrived, or sums have left
-OWN = ("expert_up", 4.0), ("expert_down_grad_over_z", 4.0), ("gmm_unpermute", 0.5)
+# kernels of a user's own know no passes: some would read what has not arrived, or add to sums that have left
+OWN = ("expert_up", 4.0, True), ("expert_down_grad_over_z", 4.0, True), ("gmm_unpermute", 0.5, True)
+OWN += ("expert_down", 4.0, False), ("gmm_unpermute", 4.0, False)
+NO_PASSES = "does not take the rows of one rank after the other"
 
 
 def step(shared, x, ids, s, dout, recompute):
@@ -73,6 +77,21 @@ class Log:
         patch.setattr(transport.Fetch, "receive", noted_receive)
 
 
+class Reader(TorchDispatchMode):
+    """Counts the rows of z and a that are written when `expert_up` returns, and those of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func is torch.ops.moe_aiter.expert_up.default:
+            written = [t.isfinite().all(1).sum().item() for t in out if len(t)]
+            self.rows.append([args[5].sum().item(), *written])
+        return out
+
+
 def check(rank, world, folder):
     torch.manual_seed(rank)
     x, s, dout = torch.randn(T, H), torch.rand(T, K), torch.randn(T, H)
@@ -96,24 +115,31 @@ def check(rank, world, folder):
                 for other in results[1:]:
                     assert error(other[what], value) < 1e-6, (what, rows, recompute, lent)
             others = int(world / rows) - 1  # windows
-            rows_of_all, sums_of_all = ["rows"] * world, [*["others"] * others, "sums"] * world
-            expected = [*rows_of_all, "wait", *sums_of_all]
+            rows_of_all, sums = ["rows"] * world, [*["others"] * others, "sums"]
+            expected, sums_of_all = ["rows", *["rows", *sums] * (world - 1), "wait", *sums], sums * world
             if lent:  # guests are computed before any sums leave, and in backward read all tokens
-                expected += [*rows_of_all, "wait"]
+                expected = [*rows_of_all, "wait", *sums_of_all, *rows_of_all, "wait", "wait", *sums_of_all]
             elif recompute == "z":  # needs all tokens first
                 expected += ["wait", *rows_of_all, "wait", *rows_of_all, *sums_of_all]
             else:  # the tokens are not waited for until all else is done
                 expected += [*rows_of_all, "wait", *sums_of_all, "wait"]
             assert log.events[: len(expected)] == expected
-        for op, rows in OWN:
+        shared = parallelize_module(
+            copy.deepcopy(experts), mesh, ExpertParallel(transport="symmetric", rows=4.0)
+        )
+        with Reader() as reader:
+            step(shared, x, ids, s, dout, "none")
+        assert reader.rows and all(len(set(rows)) == 1 for rows in reader.rows)
+        for op, rows, fails in OWN:
             with pytest.MonkeyPatch.context() as registered:
                 registered.setitem(IMPLS[op], "triton", None)
                 own = lambda out, *inputs, op=op: IMPLS[op]["torch"](out, INPUTS[op](*inputs))  # noqa: E731
                 register_kernel(op=op, backend="triton")(own)
                 style = ExpertParallel(transport="symmetric", rows=rows)
                 shared = parallelize_module(copy.deepcopy(experts), mesh, style)
-                with pytest.raises(RuntimeError, match="does not take the rows of one rank after the other"):
-                    step(shared, x, ids, s, dout, "none")
+                with pytest.raises(RuntimeError, match=NO_PASSES) if fails else contextlib.nullcontext():
+                    got = step(shared, x, ids, s, dout, "none")
+                    assert all(error(got[what], value) < 1e-6 for what, value in results[0].items())
 
 
 @pytest.mark.parametrize("world", CASES)

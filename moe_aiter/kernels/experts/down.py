@@ -44,7 +44,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.sources import arriving, bind_passes
+from ..base.sources import arriving, bind_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
     dense,
@@ -287,6 +287,7 @@ def new_expert_down(i: DownInputs) -> Tensor:
 
 @binds
 @takes(*TILE_DTYPES)
+@takes_passes
 def bind_expert_down(i: DownInputs) -> Callable:
     launch = bind_gmm_unpermute(i.as_gmm_unpermute())
     return lambda out, i: launch(out, i.as_gmm_unpermute())

@@ -19,10 +19,11 @@ from torch import Tensor
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, saved_tensors, takes
 from .. import hopper
 from ..base.check import cast_as_linear, check_plan, needs_grad
+from ..base.sources import in_turn
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
-from .down import down_gradients, expert_down_op
+from .down import DownInputs, down_gradients, expert_down_op
 from .fp8 import ALL, QuantizedTokens, experts_fp8_op
 from .inputs import (
     ExpertInputs,
@@ -65,13 +66,15 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
 @takes(*TILE_DTYPES)
 def bind_expert_both(i: BothInputs) -> Callable:
     shape = i.order.shape[0], i.down.shape[2]  # of a
-    up = bound(pick("expert_up", i.up()), i.up())
+    impl = pick("expert_up", i.up())
+    up = bound(impl, i.up())
     down = bind_gmm_unpermute(i.as_gmm_unpermute(i.x.new_empty(shape)))
 
     def launch(out, i):
         a = i.x.new_empty(shape)
-        up((a[:0], a), i.up())
-        down(out, i.as_gmm_unpermute(a))
+        with in_turn(lambda: [impl]):
+            up((a[:0], a), i.up())
+            down(out, i.as_gmm_unpermute(a))
 
     return launch
 
@@ -128,11 +131,17 @@ def up_and_down(
     """Both projections as two nodes, of which the second sums rows with a routing that may be another."""
     act = i.activation, i.interleaved
     bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
-    up = i.x, i.gate_up, i.gate_up_bias, i.order, i.rank, i.group_sizes, *act, i.save_z, bytes_of_dx
-    z, a = expert_up_op(*up, i.gate_up_main_grad)
+    plan = i.order, i.rank, i.group_sizes
+    up = i.x, i.gate_up, i.gate_up_bias, *plan, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
     # z has no other user, so backward may write over it
     down = i.down, i.down_bias, down_weights, *down_plan, *act, True, bytes_of_y, i.down_main_grad
-    return expert_down_op(a, z, *down)
+
+    def impls() -> tuple[Callable, ...]:
+        return pick("expert_up", UpInputs(*up)), pick("expert_down", DownInputs(i.x, i.x, *down))
+
+    with in_turn(impls):
+        z, a = expert_up_op(*up)
+        return expert_down_op(a, z, *down)
 
 
 def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import Extra, Index, Operand, check_fields, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.sources import arrived, arriving, bind_passes, late
+from ..base.sources import arrived, arriving, bind_passes, late, launch_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
     at_least_16,
@@ -199,6 +199,7 @@ def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
 
 @binds
 @takes(*TILE_DTYPES)
+@takes_passes
 def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
     N, write_z = width // act.projections, i.save_z
@@ -222,8 +223,10 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         z, a = out[0] if write_z else None, out[1] if write_a else None
         w, bias = with_boxes(i.gate_up, kind, config), None if i.bias is None else i.bias.contiguous()
         tensors = i.x, w, bias, z, a, i.order.contiguous()
-        for group_sizes, starts in arriving(i.group_sizes):
+        launch_passes(
             launch_for(starts)(*tensors, group_sizes, starts, *sizes, *strides)
+            for group_sizes, starts in arriving(i.group_sizes)
+        )
 
     return launch
 

@@ -19,6 +19,7 @@ from ...op import binds
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
 from ..base.fp8 import MOST_K, OCP
+from ..base.sources import takes_passes
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
@@ -252,7 +253,7 @@ bind_gmm_into.should_use = bind_gmm.should_use
 bind_masked_gmm = implementation("gmm", "bind_masked_gmm", fits_masked_gmm, (*DTYPES, *OCP))
 bind_segments = implementation("gmm", "bind_segments", fits_segments)
 bind_four_bit_gmm = implementation("four_bit", "bind_four_bit_gmm", fits_four_bit_gmm)
-bind_expert_up = implementation("up", "bind_expert_up", fits_expert_up)
+bind_expert_up = takes_passes(implementation("up", "bind_expert_up", fits_expert_up))
 bind_expert_up.should_use = lambda i: should_use_grouped("up", i.x, len(i.order), i.gate_up.mT)
 bind_expert_down_grad = implementation("down_grad", "bind_down_grad", fits_down_grad)
 bind_tgmm = implementation("tgmm", "bind_tgmm", fits_tgmm)

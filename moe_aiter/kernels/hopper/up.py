@@ -7,7 +7,7 @@ import torch
 from ... import tuning
 from ..base.activations import get_activation
 from ..base.launch import num_programs
-from ..base.sources import arriving, bind_passes
+from ..base.sources import arriving, bind_passes, launch_passes
 from .epilogue import Scales, group_scales, kernel_functions, multiply_blocks, narrowed, span_of
 from .gluon import (
     Number,
@@ -241,8 +241,10 @@ def bind_expert_up(
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
         z_desc = ragged_descriptor(z, *z_box, pieces=pieces) if write_z else a_desc
         order, bias = i.order.contiguous(), None if i.bias is None else i.bias.contiguous()
-        for group_sizes, starts in arriving(i.group_sizes):
-            groups = group_sizes, starts, *scales
-            launch_for(starts)(i.x, order, w_desc, bias, z_desc, a_desc, *groups, *sizes)
+        tensors = i.x, order, w_desc, bias, z_desc, a_desc
+        launch_passes(
+            launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
+            for group_sizes, starts in arriving(i.group_sizes)
+        )
 
     return launch

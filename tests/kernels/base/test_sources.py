@@ -31,6 +31,8 @@ def kernels(device):
 class Sources:
     """All tokens are there.  The sums of each source are put together in `sums`, and other rows are NaN."""
 
+    in_turn = True
+
     def __init__(self, spans):
         self.starts, self.sizes = spans[..., :E]
         self.passes = 0
