@@ -8,7 +8,7 @@ import torch
 from check import error
 from torch.distributed.tensor.parallel import parallelize_module
 
-from moe_aiter import Experts, make_plan, use
+from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import settings
 from moe_aiter.distributed import ExpertParallel, expert_mesh, guests
 from moe_aiter.distributed.loans import GPU
@@ -81,10 +81,11 @@ def check_values(rank, world, backend, dtype, options):
             assert torch.equal(value, alone[what]), f"{backend}, {what} is not that of one process"
 
 
-def check_transports(rank, world, guests=0, fp8=None):
+def check_transports(rank, world, guests=0, lora=False, **options):
     """Three layers of large tensors, whose copies run beside products: the same bits by both transports.
 
-    With guests, bits are those of two runs; sums have another order by the other transport.
+    Memory of tokens that travel again holds those of another layer until they arrive.  With guests, bits are
+    those of two runs; sums have another order by the other transport.
     """
     tokens, hidden = 4096, 1024
     torch.manual_seed(rank)
@@ -93,7 +94,11 @@ def check_transports(rank, world, guests=0, fp8=None):
     ids = (torch.rand(3, tokens, E, device="cuda") ** (1 / law)).argsort(2)[..., :K]
     s, results = torch.rand(3, tokens, K, device="cuda"), []
     torch.manual_seed(0)
-    layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16, fp8=fp8) for _ in range(3)]
+    layers = [Experts(E, hidden, 512, device="cuda", dtype=torch.bfloat16, **options) for _ in range(3)]
+    if lora:
+        layers = [LoRAExperts(layer, rank=8) for layer in layers]
+        for p in (p for layer in layers for p in layer.parameters() if p.requires_grad):
+            torch.nn.init.normal_(p, std=0.05)
     for transport in ("collective", "auto"):
         shared = [share(layer, world, transport=transport, guests=guests) for layer in layers]
         for _ in range(3):
@@ -103,7 +108,8 @@ def check_transports(rank, world, guests=0, fp8=None):
                 layer.zero_grad()
                 out = out + layer(out, weights[i], make_plan(ids[i], E))
             out.square().mean().backward()
-            gradients = [whole(p.grad) for layer in shared for p in layer.parameters()]
+            trained = [p for layer in shared for p in layer.parameters() if p.requires_grad]
+            gradients = [whole(p.grad) for p in trained]
             results.append([out.detach(), leaf.grad, weights.grad, *gradients])
         assert shared[0].dispatcher.symmetric == (transport == "auto" and world > 1)
     for first, others in ((0, results[1:3]), (3, results[4:])) if guests else ((0, results[1:]),):
@@ -201,7 +207,8 @@ def everything(rank, world, folder):
                 for transport in ("collective", "symmetric"):
                     if transport == "collective" or (world > 1 and "keep_x" not in options):
                         check_values(rank, world, backend, dtype, options | {"transport": transport})
-    check_transports(rank, world)
+    for options in {}, {"recompute": "z"}, {"fp8": "e4m3"}, {"fp8": "e4m3", "recompute": "z"}, {"lora": True}:
+        check_transports(rank, world, **options)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
     for transport in ("collective", "auto"):
         check_no_synchronisation(rank, world, transport=transport)
