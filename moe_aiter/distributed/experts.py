@@ -684,7 +684,7 @@ class Backward:
             add_gradients(gradients, *self.arriving.receive(), *inputs)
 
     def add_guests(self, dx: Tensor | None) -> None:
-        """Add the guests' part to the gradient of x, and send the gradients of their weights home.
+        """Add the guests' part to the gradient of x, and compute the gradients of their weights.
 
         Where the sums of each rank leave as they are computed, this comes before all windows.
         """
