@@ -405,6 +405,7 @@ def check_dispatch_options(
         check_sizes(max_tokens=max_tokens)
 
 
+@checked
 def check_guests(guests: int | str, most: float = math.inf) -> int | str:
     """Return `guests`; ValueError unless it is "auto" or at most as many experts as the other ranks have."""
     if guests == AUTO:

@@ -1,6 +1,7 @@
 """The routed experts of torchtitan's MoE, replaced by torchtitan's override mechanism:
 
     --override.imports moe_aiter.integrations.torchtitan.experts
+    --override.imports 'moe_aiter.integrations.torchtitan.experts={"guests": 4}'
 
 `convert(model)` does the same for a model that exists and is not parallelised yet.  Parameters keep their
 names, shapes and values, so checkpoints, state-dict adapters, shardings and initialisers keep working.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import ExpertDispatcher
+from ..distributed.experts import check_guests
 from ..kernels.base.activations import swiglu_limit
 from ..kernels.base.check import checked
 from ..kernels.base.host import saturated
@@ -60,18 +62,33 @@ class Routing:
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """Leaves tokens where they are; `Experts` sends them to other ranks."""
+    """Leaves tokens where they are; `Experts` sends them to other ranks.
+
+    `guests` is that of `ExpertDispatcher`.
+    """
 
     shared: ExpertDispatcher | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        pass
+        guests: int | str = 0
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.guests = check_guests(config.guests)
 
     def wire_meshes(self, *, ep_mesh: "DeviceMesh | None") -> None:
         super().wire_meshes(ep_mesh=ep_mesh)
-        ours = ep_mesh is not None and ep_mesh.size() <= MOST_RANKS
-        self.shared = ExpertDispatcher(ep_mesh.get_group(), self.num_experts) if ours else None
+        self.shared = None
+        if ep_mesh is None:
+            return
+        if (ranks := ep_mesh.size()) <= MOST_RANKS:
+            self.shared = ExpertDispatcher(ep_mesh.get_group(), self.num_experts, guests=self.guests)
+        elif self.guests:
+            raise ValueError(
+                f"guests={self.guests!r}, but {ranks} ranks share the experts, and more than {MOST_RANKS} "
+                "keep torchtitan's dispatcher, which lends nothing: leave out guests, or use fewer ranks"
+            )
 
     def dispatch(self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor) -> tuple:
         if self.ep_mesh is not None and self.shared is None:
@@ -198,27 +215,36 @@ STANDARD = LocalTokenDispatcher, AllToAllTokenDispatcher
 
 @override(target=RoutedExperts.Config, description="Routed experts on moe_aiter's kernels.")
 @checked
-def experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
+def experts(config: RoutedExperts.Config, *, guests: int | str = 0) -> RoutedExperts.Config:
     """Replace the routed experts of a layer: the override that torchtitan calls with their configuration.
 
-    Raises TypeError for experts of another kind, such as those of a converter for FP8 or MXFP8.
+    guests: how many experts a rank can borrow under expert parallelism, see `ExpertDispatcher`.  A
+    `Dispatcher.Config` that is there already keeps its own unless another is given.
+    Raises TypeError for experts of another kind, such as those of a converter for FP8 or MXFP8, and
+    ValueError for guests with another dispatcher than torchtitan's standard.
     """
+    check_guests(guests)
     ours = replacement(type(config.inner_experts), CONFIGS)
     changed = {"inner_experts": derive(config.inner_experts, ours)}
-    if type(config.token_dispatcher) in [kind.Config for kind in STANDARD]:
-        changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config)
+    kind = type(config.token_dispatcher)
+    if kind in [kind.Config for kind in STANDARD] or (guests and kind is Dispatcher.Config):
+        changed["token_dispatcher"] = derive(config.token_dispatcher, Dispatcher.Config, guests=guests)
+    elif guests:
+        raise ValueError(no_guests(guests, kind))
     return replace(config, **changed)
 
 
 @checked
-def convert(model: nn.Module) -> nn.Module:
+def convert(model: nn.Module, *, guests: int | str = 0) -> nn.Module:
     """Replace the experts of every MoE of `model` by these, in place; returns the model.
 
-    Call it before the model is parallelised, compiled or checkpointed; further calls change nothing.  The
-    parameters stay the same objects.
-    Raises TypeError as `experts` does, and ValueError for a model without an MoE or whose MoE is parallelised
-    already.
+    Call it before the model is parallelised, compiled or checkpointed.  The parameters stay the same objects.
+    Further calls change nothing but `guests`, if they give any.
+    guests: how many experts a rank can borrow under expert parallelism, see `ExpertDispatcher`.
+    Raises TypeError and ValueError as `experts` does, and ValueError for a model without an MoE or whose MoE
+    is parallelised already.
     """
+    check_guests(guests)
     found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no RoutedExperts of torchtitan")
@@ -226,12 +252,23 @@ def convert(model: nn.Module) -> nn.Module:
         replacement(type(module.inner_experts), OURS)
         if module._parallelized:
             raise ValueError("convert the model before it is parallelised: its experts are wrapped already")
+        if guests and type(module.token_dispatcher) not in (*STANDARD, Dispatcher):
+            raise ValueError(no_guests(guests, type(module.token_dispatcher)))
     for module in found:
         module.inner_experts.__class__ = replacement(type(module.inner_experts), OURS)
         if type(old := module.token_dispatcher) in STANDARD:
             sizes = {"num_experts": old.num_experts, "top_k": old.top_k}
-            module.token_dispatcher = Dispatcher(Dispatcher.Config(**sizes))
+            module.token_dispatcher = Dispatcher(Dispatcher.Config(**sizes, guests=guests))
+        elif guests:
+            old.guests = guests
     return model
+
+
+def no_guests(guests: int | str, kind: type) -> str:
+    return (
+        f"guests={guests!r}, but {kind.__qualname__} lends nothing: leave out guests, or use torchtitan's "
+        "standard dispatcher, which ours replaces"
+    )
 
 
 def replacement(kind: type, known: dict[type, type]) -> type:

@@ -161,6 +161,44 @@ def test_convert_a_model_at_hand(kind):
     assert_same(step(moe, x, dout), step(want, x, dout))
 
 
+def test_guests():
+    """By the override and by `convert`; a further call changes them only if it gives some."""
+    spec = spec_of(FLAVORS[0], False)
+    assert apply_overrides(OverrideConfig(imports=[(NAME, {"guests": 3})]), spec.model)
+    dispatchers = [layer.moe.routed_experts.token_dispatcher for layer in spec.model.layers if layer.moe]
+    assert dispatchers and all(type(d) is Dispatcher.Config and d.guests == 3 for d in dispatchers)
+    config = next(layer.moe for layer in spec.model.layers if layer.moe).routed_experts
+    for given, guests in ((0, 3), ("auto", "auto")):
+        assert file.experts(config, guests=given).build().token_dispatcher.guests == guests
+    moe = moe_of(overridden=False)
+    for given, guests in ((0, 0), (2, 2), (0, 2), ("auto", "auto")):
+        assert convert(moe, guests=given).routed_experts.token_dispatcher.guests == guests
+    for guests, kind in ((-1, ValueError), ("x", ValueError), (True, TypeError), (1.5, TypeError)):
+        for call in (convert, file.experts):
+            with pytest.raises(kind, match="guests must be"):
+                call({convert: moe, file.experts: config}[call], guests=guests)
+        with pytest.raises(kind, match="guests must be"):
+            Dispatcher.Config(num_experts=8, top_k=2, guests=guests).build()
+
+
+def test_guests_need_our_dispatcher():
+    from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
+
+    other = TorchAOTokenDispatcher.Config(num_experts=8, top_k=2, pad_multiple=16)
+    config = spec_of(FLAVORS[0], False).model.layers[-1].moe.routed_experts
+    config.token_dispatcher = other
+    assert file.experts(config).token_dispatcher is other
+    with pytest.raises(ValueError, match=r"guests=2, but TorchAOTokenDispatcher.Config lends nothing"):
+        file.experts(config, guests=2)
+    moe = moe_of(overridden=False)
+    moe.routed_experts.token_dispatcher = other.build()
+    before = type(moe.routed_experts.inner_experts)
+    with pytest.raises(ValueError, match=r"guests='auto', but TorchAOTokenDispatcher lends nothing"):
+        convert(moe, guests="auto")
+    assert type(moe.routed_experts.inner_experts) is before
+    assert convert(moe) is moe
+
+
 def local_dispatcher(moe):
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 

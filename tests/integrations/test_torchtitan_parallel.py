@@ -1,5 +1,7 @@
 """torchtitan's expert parallelism on our dispatcher: two processes beside one with the joined batch."""
 
+import math
+
 import forked
 import pytest
 import torch
@@ -9,7 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from moe_aiter import use_main_grad
 from moe_aiter.config import interpret
+from moe_aiter.distributed import experts as dispatching
+from moe_aiter.distributed import guests
+from moe_aiter.distributed.loans import Rates
+from moe_aiter.kernels.rows.lend import lend_rows
 
 pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
 
@@ -31,12 +38,13 @@ if interpret:
 from moe_aiter.integrations import torchtitan as ours
 
 WORLD = 2
-CASES = ["ours", "gpt_oss", "their dispatcher", "all recomputed", "some recomputed", "compiled"]
+LENDING = ["ours", "gpt_oss", "main_grad", "gpt_oss main_grad", "all recomputed", "some recomputed"]
+CASES = [*LENDING, "their dispatcher", "compiled", *(f"{case}, guests" for case in LENDING)]
 EXPERTS = "routed_experts.inner_experts."
 
 
 def flavor_of(case: str) -> tuple[str, str]:
-    return FLAVORS[2] if case == "gpt_oss" else FLAVORS[0]
+    return FLAVORS[2] if "gpt_oss" in case else FLAVORS[0]
 
 
 def batch(moe: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,12 +61,16 @@ def shared(case: str, mesh) -> nn.Module:
         weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
         setattr(experts, name, nn.Parameter(weight))
     ours.MOST_RANKS = 0 if case == "their dispatcher" else WORLD
+    if "guests" in case:
+        ours.convert(moe, guests=2)
+    if "main_grad" in case:
+        use_main_grad(moe, torch.optim.SGD(moe.parameters()))
     dispatcher.wire_meshes(ep_mesh=mesh)
     assert (dispatcher.shared is None) == (case == "their dispatcher")
     if case == "compiled":
         moe.compile(fullgraph=True, backend="aot_eager")
-    if case.endswith("recomputed"):
-        policy = FullAC if case == "all recomputed" else SelectiveAC
+    if "recomputed" in case:
+        policy = FullAC if "all" in case else SelectiveAC
         return policy(policy.Config())._wrap_block(moe, base_fqn="layers.0.moe")
     return moe
 
@@ -67,14 +79,34 @@ def one_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     set_spmd_backend("partial_dtensor")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
-    results = {}
+    results, loans = {}, []
+
+    def counted(*given):
+        shares, guests_of = lend_rows(*given)
+        loans.append(int((guests_of >= 0).sum()))
+        return shares, guests_of
+
+    dispatching.lend_rows = counted
+    guests.rates_of = lambda kind: Rates(math.inf, 1.0, 1)  # each loan pays
     for case in CASES:
         x, dout = (t[rank] for t in batch(moe_of(flavor_of(case))))
-        found = step(shared(case, mesh), x, dout)
+        moe = shared(case, mesh)
+        found = step(moe, x, dout)
+        sums = {name: p.main_grad for name, p in moe.named_parameters() if hasattr(p, "main_grad")}
+        assert len(sums) == {"main_grad": 3, "gpt_oss main_grad": 2}.get(case.removesuffix(", guests"), 0)
+        assert all(found[name] is None for name in sums)
         results[case] = {
             name.replace("_checkpoint_wrapped_module.", ""): getattr(t, "full_tensor", lambda t=t: t)()
-            for name, t in found.items()
+            for name, t in (found | sums).items()
         }
+        assert (sum(loans) > 0) == ("guests" in case), (case, loans)
+        loans.clear()
+    dispatcher = ours.Dispatcher.Config(num_experts=8, top_k=2, guests=5).build()
+    with pytest.raises(ValueError, match="guests=5, but the other ranks have only 4 experts to lend"):
+        dispatcher.wire_meshes(ep_mesh=mesh)
+    ours.MOST_RANKS = 1
+    with pytest.raises(ValueError, match="guests=5, but 2 ranks share the experts, and more than 1 keep"):
+        dispatcher.wire_meshes(ep_mesh=mesh)
     torch.save(results, f"{folder}/{rank}.pt")
     leave()
 
@@ -91,7 +123,7 @@ def test_as_one_process(ranks, case):
     """As good as torchtitan's own experts, beside float64; gradients of experts are sums over ranks."""
     flavor = flavor_of(case)
     x, dout = (t.flatten(0, 1) for t in batch(moe_of(flavor)))
-    theirs = moe_of(flavor, overridden=case == "gpt_oss")  # whose own experts run in bfloat16 alone
+    theirs = moe_of(flavor, overridden="gpt_oss" in case)  # whose own experts run in bfloat16 alone
     best, truth = step(theirs, x, dout), exact(moe_of(flavor), x, dout)
     mine = [results[case] for results in ranks]
     assert mine[0].keys() == truth.keys()
@@ -100,4 +132,14 @@ def test_as_one_process(ranks, case):
         got = parts[0] if name.startswith(EXPERTS) else sum(parts)
         got = torch.cat(parts) if name in ("out", "x") else got
         assert_output_as_good(name, got, best[name], truth[name])
-        assert case != "ours" or error(got, truth[name]) < 1e-2, name
+        assert not case.startswith("ours") or error(got, truth[name]) < 1e-2, name
+
+
+@pytest.mark.parametrize("case", LENDING)
+def test_guests_change_only_the_rounding(ranks, case):
+    """What a guest computes is rounded to bfloat16 for itself, and then added."""
+    for results in ranks:
+        got, want = results[f"{case}, guests"], results[case]
+        assert got.keys() == want.keys()
+        for name in want:
+            assert error(got[name], want[name]) < 2**-8, name
