@@ -202,6 +202,15 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def parameter_of(t: Tensor) -> Tensor:
+    """Return the sharded parameter whose `to_local()` made `t`, and another tensor as it is."""
+    if t.grad_fn is None or torch.compiler.is_compiling() or len(t.grad_fn.next_functions) != 1:
+        return t
+    p = getattr(t.grad_fn.next_functions[0][0], "variable", None)  # of a leaf's AccumulateGrad
+    local = getattr(p, "_local_tensor", None)
+    return t if local is None or local.data_ptr() != t.data_ptr() or local.shape != t.shape else p
+
+
 def hooks_before(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return the hooks that run before `forward`, by their keys."""
     return module._forward_pre_hooks

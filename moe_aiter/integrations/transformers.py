@@ -40,7 +40,7 @@ from ..kernels.experts.mlp import expert_rows, mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FP8, FourBit
 from ..layers.by_step import LowRank, Projection, experts_by_step
-from ..layers.experts import Weights, local_part, through
+from ..layers.experts import Weights, local_part, local_weight, through
 from ..layers.four_bit import FourBitWeight, from_mxfp4
 from ..layers.lora import LoRAFactors
 from ..layers.offloaded import FINDERS as OFFLOAD_FINDERS
@@ -48,7 +48,7 @@ from ..layers.route_replay import FINDERS as ROUTE_FINDERS
 from ..layers.route_replay import Foreign
 from ..layers.training import FINDERS
 from ..op import once
-from ..private_api import is_of_torchao, own_buffers, own_modules, own_parameters
+from ..private_api import is_of_torchao, own_buffers, own_modules, own_parameters, parameter_of
 from ..routing.plan import RoutePlan, make_plan, unpermute
 from .gates import full_name, gate_and_reason
 from .other_experts import (
@@ -431,7 +431,9 @@ def weights_of(module: nn.Module) -> ExpertWeights:
         if (packed := four_bits_of(module, name)) is not None:
             return packed, bias, None
         weight = getattr(module, name)  # once: with an adapter, it is computed here
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = getattr(p := parameter_of(weight), "main_grad", None)
+        if main_grad is not None and p is not weight:  # transformers has put its local part there
+            weight, main_grad = local_weight(p), local_part(main_grad)
         if not module.is_transposed:
             return weight, bias, main_grad
         return weight.mT, bias, None if main_grad is None else main_grad.mT
