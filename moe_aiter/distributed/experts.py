@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
@@ -555,7 +555,7 @@ class Dispatched(torch.autograd.Function):
         ctx.dispatcher, ctx.experts, ctx.transport, saved = dispatcher, experts, transport, ctx.saved
         ctx.wire = wire_of(experts)
         # DTensors hide from autograd that a weight has changed
-        ctx.parameters = tuple(experts.parameters()) if isinstance(experts, nn.Module) else ()
+        ctx.parameters = tuple(getattr(experts, "parameters", tuple)())
         ctx.versions = tuple(map(version_of, ctx.parameters))
         ctx.needs, ctx.num_others, ctx.adds = needs, len(others), adds
         rest = (slots_s, *weights, *itertools.chain(*others)) if adds else ()

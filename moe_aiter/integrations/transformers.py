@@ -644,6 +644,10 @@ class DispatchedExperts:
         factors = [(low or none)[:3] for low in low_rank_of(module, up, down)]
         return up, down, *biases, *factors[0], *factors[1]
 
+    def parameters(self) -> list[Tensor]:
+        """Return what must not change before backward."""
+        return list(map(parameter_of, self.module.parameters()))
+
     def main_grads(self) -> tuple[Tensor | None, ...]:
         """Return where gradients of gate_up and down are added, if they have such a place."""
         return self.sums

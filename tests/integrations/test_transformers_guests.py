@@ -168,6 +168,12 @@ def one_rank(rank: int, folder: pathlib.Path) -> None:
             how = [{"sizes": SAME_TOKENS | sizes, "main_grad": main_grad} for main_grad in (True, False)]
             got, want = (step(load(folder, family, **options), batch[0], **options) for options in how)
             results[family, case] = {name: error(got[name], want[name]) for name in want}
+        model = load(folder, family, sizes=SAME_TOKENS)
+        loss = model(batch[0], labels=batch[0]).loss
+        with torch.no_grad():
+            experts_in(model)["model.layers.0.mlp.experts"].down_proj.mul_(2)
+        with pytest.raises(RuntimeError, match="a weight of shared experts was changed in place between"):
+            loss.backward()
         unregister()
     register(guests=3)
     with pytest.raises(ValueError, match="guests=3, but the other ranks have only 2 experts to lend"):
