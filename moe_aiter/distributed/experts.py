@@ -391,8 +391,10 @@ def experts_of_a_rank(num_experts: int, ranks: int) -> int:
 
 
 def check_dispatch_options(
-    rows: float, max_tokens: int | None, keep_x: bool, transport: str, guests: int | str
-) -> None:
+    rows: float = 1.0, max_tokens: int | None = None, keep_x: bool = False, transport: str = "auto",
+    guests: int | str = 0,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless an `ExpertDispatcher` can have these options."""
     check_positive(rows=rows)
     check_guests(guests)
     if keep_x and guests:

@@ -31,9 +31,7 @@ from ..kernels.base.check import (
     check_device,
     check_float,
     check_index,
-    check_positive,
     check_size,
-    check_sizes,
     checked,
 )
 from ..kernels.experts.mlp import expert_rows, mix_experts
@@ -95,21 +93,17 @@ def register(
     Raises ImportError if transformers is missing or older than 5.7, and TypeError or ValueError for options
     that `ExpertDispatcher` refuses.
     """
-    if rows is not None:
-        check_positive(rows=rows)
-    if max_tokens is not None:
-        check_sizes(max_tokens=max_tokens)
-    if guests is not None:
-        from ..distributed.experts import check_guests
+    options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "guests": guests}
+    if given := {name: value for name, value in options.items() if value is not None}:
+        from ..distributed.experts import check_dispatch_options
 
-        check_guests(guests)
+        check_dispatch_options(**_options | given)
     interface().register(NAME, experts_forward)
     if (of_fp8 := fp8_interface()) is not None:
         of_fp8.register(NAME, experts_forward)
     if (parallel := parallel_interface()) is not None:
         parallel.register(NAME, implementation())
-    options = {"rows": rows, "max_tokens": max_tokens, "keep_x": keep_x, "guests": guests}
-    _options.update((name, value) for name, value in options.items() if value is not None)
+    _options.update(given)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
         ROUTE_FINDERS.append(routed_experts)

@@ -232,3 +232,13 @@ def test_main_grad_of_sharded_experts(ranks, family, case):
 def test_what_register_refuses(guests, kind, message):
     with pytest.raises(kind, match=message):
         register(guests=guests)
+
+
+def test_options_that_exclude_each_other():
+    """Also if they come by two calls; the one that raises changes nothing."""
+    register(keep_x=True)
+    with pytest.raises(ValueError, match="keep_x=True keeps no weights of guests"):
+        register(guests=2)
+    register(keep_x=False)
+    register(guests=2)
+    register(guests=0)
