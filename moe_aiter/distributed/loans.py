@@ -6,6 +6,8 @@ the expert's weights travel.  Both are taken for a forward pass.
 
 from typing import NamedTuple
 
+from ..kernels.rows.lend import MOST
+
 MOST_GUESTS = 8  # which serve a Zipf law over eight ranks
 MOST_BYTES = 2**30  # of a rank's slots
 
@@ -31,8 +33,12 @@ def least_rows(bytes_per_expert: int, numbers_per_expert: int, rates: Rates = GP
 
     A row multiplies each of the expert's numbers once.  On a GPU this is 2,500 rows for weights of 16 bits.
     """
-    seconds_a_row = 2 * numbers_per_expert / rates.flops
-    return max(round(bytes_per_expert / rates.link / seconds_a_row), 1)
+    return max(round(rows_of_transfer(bytes_per_expert, numbers_per_expert, rates)), 1)
+
+
+def rows_of_transfer(bytes_per_expert: int, numbers_per_expert: int, rates: Rates) -> float:
+    """Return how many rows a rank computes while an expert's weights travel; more than all are MOST."""
+    return min(bytes_per_expert / numbers_per_expert * (rates.flops / rates.link) / 2, MOST)
 
 
 def useful_guests(rows: int, least: int, others: int, slot_bytes: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.base.check import check_not_negative, check_positive, check_sizes, checked
 from ..kernels.rows.lend import MOST, LendInputs, lend_reference
 from .experts import experts_of_a_rank
-from .loans import GPU, least_rows, useful_guests
+from .loans import GPU, least_rows, rows_of_transfer, useful_guests
 
 HEAD = "rank", "rows before", "rows after", "borrowed experts (rows)"
 
@@ -69,7 +69,8 @@ def simulate(
     with that at a balanced load: of the products of a forward pass, in which no transfer is hidden.
 
     Raises ValueError for counts of another shape, below 0, or too many for one call; if a rank would have no
-    expert; and for more guests than other ranks have experts.  TypeError for other types.
+    expert; for more guests than other ranks have experts; and for sizes that no tensor has.  TypeError for
+    other types, and for sparse counts.
     """
     check_sizes(ranks=ranks)
     check_positive(link=link, rate=rate)
@@ -88,7 +89,7 @@ def simulate(
     loans = rows.where(home != torch.arange(ranks)[:, None], 0)
     before, lent = totals.new_zeros(2, ranks).index_add(1, home, torch.stack([totals, (loans > 0).sum(0)]))
     moves = lent.maximum((loans > 0).sum(1))  # what a rank sends travels while it receives
-    busiest = (rows.sum(1) + moves.double() * (sent / link * rate / (2 * numbers))).max()  # in rows
+    busiest = (rows.sum(1) + moves.double() * rows_of_transfer(sent, numbers, rates)).max()  # in rows
     return Simulation(
         rows_before=tuple(before.tolist()),
         rows_after=tuple(rows.sum(1).tolist()),
@@ -107,8 +108,8 @@ def totals_of(counts: Any, ranks: int) -> Tensor:
         loads = torch.as_tensor(counts, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"counts must be numbers, of shape (E,) or (S, E): {error}") from error
-    if loads.is_complex() or loads.dtype == torch.bool:
-        raise TypeError(f"counts must be real numbers, not {loads.dtype}")
+    if loads.is_complex() or loads.dtype == torch.bool or loads.layout != torch.strided:
+        raise TypeError(f"counts must be dense real numbers, not {loads.layout} of {loads.dtype}")
     if loads.dim() not in (1, 2) or not loads.numel():
         raise ValueError(f"counts must be (E,) or (S, E), but it has shape {tuple(loads.shape)}")
     loads = loads.double().reshape(-1, loads.shape[-1])
@@ -125,6 +126,8 @@ def product_of(sizes: Sequence[int]) -> int:
         raise ValueError(f"sizes must be (H, I), not {tuple(sizes)}")
     hidden, intermediate = sizes
     check_sizes(**{"sizes[0]": hidden, "sizes[1]": intermediate})
+    if max(sizes) > MOST:
+        raise ValueError(f"sizes must be at most {MOST}, not {tuple(sizes)}")
     return hidden * intermediate
 
 

@@ -102,9 +102,20 @@ def test_least_rows():
         ({"guests": "many"}, "guests must be a number or 'auto', not 'many'"),
         ({"sizes": (4, 4, 4)}, r"sizes must be \(H, I\)"),
         ({"sizes": (4, 0)}, r"sizes\[1\] must be at least 1"),
+        ({"sizes": (4, 10**200)}, "sizes must be at most 2147483647"),
         ({"rate": 0.0}, "rate must be above 0"),
     ],
 )
 def test_bad_arguments(changed, message):
     with pytest.raises(ValueError, match=message):
         simulate(**{"counts": [9, 5], "ranks": 2, "guests": 1, "sizes": (8, 4)} | changed)
+
+
+def test_extreme_arguments():
+    """Links and products of any speed: a loan then pays from the first row on, or never."""
+    load = [10_000, 0], 2, 1, (8, 4)
+    assert simulate(*load, link=1e-320).rows_after == (10_000, 0)
+    assert simulate(*load, link=1e-300, rate=1e300).share_after == 0.5
+    assert simulate(*load, link=1e300, rate=1e-300).rows_after == (5008, 4992)
+    with pytest.raises(TypeError, match="counts must be dense real numbers"):
+        simulate(torch.ones(8).to_sparse(), 2, 1, (8, 4))
