@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -58,7 +59,17 @@ from ..op import saved_tensors
 from ..private_api import assert_async, is_alias, keeps_graph, process_group, version_of
 from ..routing.plan import RoutePlan
 from .collective import all_gather
-from .guests import AUTO, Guests, Lending, auto_guests, guest_bytes, lending_for, log_loans, split
+from .guests import (
+    AUTO,
+    Guests,
+    Lending,
+    auto_guests,
+    guest_bytes,
+    lending_for,
+    log_loans,
+    split,
+    way_of_lending,
+)
 from .overflow import WHOLE, add_dx, add_gradients, add_output, can_add, targets
 from .slots import pad, window_rows
 from .transport import (
@@ -169,7 +180,7 @@ class ExpertDispatcher:
         s, weights = wide(routing_weights), experts.local_weights()
         if not (compiles or self.called):
             self.log_traffic(experts, x, weights)
-        self.check_tokens(x, compiles)
+        self.check_ranks(x, weights, compiles)
         if self.max_tokens is not None:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
@@ -209,17 +220,18 @@ class ExpertDispatcher:
             "FSDP2 would send %.1f MB for whole experts", self.ranks, tokens / 1e6, whole / 1e6,
         )  # fmt: skip
 
-    def check_tokens(self, x: Tensor, compiles: bool) -> None:
-        """Raise ValueError unless the ranks' numbers of tokens fit.
+    def check_ranks(self, x: Tensor, weights: Sequence[Any], compiles: bool) -> None:
+        """Raise ValueError unless the ranks' numbers of tokens fit, and all lend experts in the same way.
 
-        In the first call and in debug mode, ranks compare their numbers, and all of them raise.
+        In the first call and in debug mode, ranks compare them, and all of them raise.
         """
-        most, counts = self.max_tokens, [x.shape[0]]
+        most, counts, ways, way = self.max_tokens, [x.shape[0]], [0], ""
         if not compiles and (not self.called or settings.debug):
-            mine = torch.tensor(counts, device=x.device)
-            found = mine.new_empty(self.ranks)
+            way = way_of_lending(weights, self.guests)
+            mine = torch.tensor([x.shape[0], zlib.crc32(way.encode())], device=x.device)
+            found = mine.new_empty(self.ranks * 2)
             all_gather(found, mine, group=process_group(self.group))
-            counts = found.tolist()
+            counts, ways = found.view(-1, 2).t().tolist()
         if most is not None and max(counts) > most:
             raise ValueError(f"the ranks have {counts} tokens, but max_tokens is {most}")
         if most is None and len(set(counts)) > 1:
@@ -227,6 +239,8 @@ class ExpertDispatcher:
                 f"the ranks of an expert-parallel group have {counts} tokens: pass the same number on each, "
                 f"or set max_tokens={max(counts)}, so that shorter batches are padded"
             )
+        if len(set(ways)) > 1:
+            raise ValueError(f"ranks lend experts in the same way or not at all, but not all have {way}")
         if not (compiles or self.called):
             self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles

@@ -77,6 +77,18 @@ def guest_bytes(weights: Sequence[Any], guests: int) -> tuple[int, int]:
     return of_weights, of_gradients
 
 
+def way_of_lending(weights: Sequence[Any], guests: int | str) -> str:
+    """Return what ranks must agree on: a borrower takes the numbers of an expert as its own ones lie."""
+    way = f"guests={guests!r}"
+    if guests and weights:
+        for t in split(weights)[0]:
+            sizes = t.shape[1:]
+            strides = t.stride()[1:] if is_dense(t) else torch.empty(sizes, device="meta").stride()
+            order = tuple(stride for stride, size in zip(strides, sizes, strict=True) if size != 1)
+            way += f", {t.dtype} of {tuple(sizes)} with strides {order}"
+    return way
+
+
 def bytes_of(t: Tensor) -> int:
     """Return the bytes of each expert of `t` (E, ...)."""
     return t[0].numel() * t.element_size()

@@ -8,7 +8,9 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from check import error, few
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -67,10 +69,6 @@ def experts_of(case: dict) -> Experts:
     for name in case["frozen"]:
         if getattr(experts, name, None) is not None:
             getattr(experts, name).requires_grad_(False)
-    if case["transposed"]:
-        for name in ("gate_up", "down"):
-            w = getattr(experts, name)
-            setattr(experts, name, torch.nn.Parameter(w.detach().mT.contiguous().mT, w.requires_grad))
     return experts
 
 
@@ -121,6 +119,16 @@ def shared(experts, world, **options):
     return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
 
 
+def transposed(experts: Experts) -> Experts:
+    """Let this rank's weights lie in the other order of their axes; sharding would undo it."""
+    for name in ("gate_up", "down"):
+        w = getattr(experts, name)
+        local, whole_part = w.detach().to_local().mT.contiguous().mT, {"shape": w.shape, "stride": w.stride()}
+        sharded = DTensor.from_local(local, w.device_mesh, w.placements, **whole_part)
+        setattr(experts, name, torch.nn.Parameter(sharded, w.requires_grad))
+    return experts
+
+
 def check_case(rank: int, world: int, number: int) -> None:
     """Compare with one process in float64; two runs have the same bits."""
     case = draw(number, world)
@@ -131,7 +139,7 @@ def check_case(rank: int, world: int, number: int) -> None:
     backend, results = case["backend"], []
     for _ in range(2):
         experts = shared(experts_of(case), world, **options)
-        fn = experts
+        fn = experts = transposed(experts) if case["transposed"] else experts
         if case["checkpoint"] is not None:
             fn = functools.partial(checkpoint, experts, use_reentrant=case["checkpoint"])
         with use("torch" if backend == "as on GPUs" else backend), pytest.MonkeyPatch.context() as inner:
@@ -197,3 +205,22 @@ def check_log(rank, world, folder):
 
 def test_log(tmp_path):
     run(2, check_log, tmp_path)
+
+
+def check_unequal(rank, world, folder):
+    """Ranks that would read each other's weights in another way are refused on all ranks."""
+    case = draw(1000, world) | {"experts": 2 * world, "tokens": 8, "top_k": 2, "main_grad": False}
+    x, ids, s, _ = (t.tensor_split(world)[rank] for t in batch_of(case, world, 0))
+    plan = make_plan(ids, 2 * world)
+    ways = {"guests": {"guests": 1 + rank}, "one alone": {"guests": rank}, "strides": {"guests": 1}}
+    for what, options in ways.items():
+        layer = shared(experts_of(case), world, **options)
+        if what == "strides" and rank == 0:
+            transposed(layer)
+        with pytest.raises(ValueError, match=f"but not all have guests={options['guests']}"):
+            layer(x, s, plan)
+        dist.barrier()
+
+
+def test_unequal(tmp_path):
+    run(2, check_unequal, tmp_path)
