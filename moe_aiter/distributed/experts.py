@@ -68,7 +68,9 @@ from .guests import (
     lending_for,
     log_loans,
     split,
+    strides_of,
     way_of_lending,
+    with_strides,
 )
 from .overflow import WHOLE, add_dx, add_gradients, add_output, can_add, targets
 from .slots import pad, window_rows
@@ -577,6 +579,7 @@ class Dispatched(torch.autograd.Function):
         rest = (slots_s, *weights, *itertools.chain(*others)) if adds else ()
         own = () if guests is None else (guests.guests_of, *guests.plan, *guests.own)
         ctx.build, ctx.num_own = None if guests is None else guests.build, len(own)
+        ctx.strides = [] if guests is None else list(map(strides_of, guests.own))
         # tokens travel again on all ranks or on none, also where only one of them has further windows
         several = adds or ctx.windows > 1 or guests is not None
         kept = x if saved.uses_slots or several else None
@@ -608,6 +611,7 @@ class Backward:
         if own:
             guests_of, order, rank, sizes, *parts = own
             where = self.transport, ctx.dispatcher.first, ctx.dispatcher.each
+            parts = list(map(with_strides, parts, ctx.strides))
             self.guests = Guests(*where, guests_of, parts, ctx.build)
             self.guests.plan = RoutePlan(order, rank, sizes)
         if self.adds:

@@ -82,10 +82,9 @@ def way_of_lending(weights: Sequence[Any], guests: int | str) -> str:
     way = f"guests={guests!r}"
     if guests and weights:
         for t in split(weights)[0]:
-            sizes = t.shape[1:]
-            strides = t.stride()[1:] if is_dense(t) else torch.empty(sizes, device="meta").stride()
-            order = tuple(stride for stride, size in zip(strides, sizes, strict=True) if size != 1)
-            way += f", {t.dtype} of {tuple(sizes)} with strides {order}"
+            strides, sizes = strides_of(t), tuple(t.shape[1:])
+            order = [stride for stride, size in zip(strides, sizes, strict=True) if size != 1]
+            way += f", {t.dtype} of {sizes} with strides {order}"
     return way
 
 
@@ -139,6 +138,18 @@ def as_experts(t: Tensor, w: Tensor) -> Tensor:
     if not is_dense(w):
         return t.view(len(t), *w.shape[1:])
     return t.as_strided((len(t), *w.shape[1:]), (t.stride(0), *w.stride()[1:]), t.storage_offset())
+
+
+def strides_of(w: Tensor) -> Sequence[int]:
+    """Return the strides of a guest of such experts, as `as_experts` makes them."""
+    return w.stride()[1:] if is_dense(w) else torch.empty(w.shape[1:], device="meta").stride()
+
+
+def with_strides(w: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return experts that lie so, of those that a hook for saved tensors may have returned in other ways."""
+    if strides_of(w) == strides:
+        return w
+    return w.new_empty_strided(w.shape, (w[0].numel(), *strides)).copy_(w)
 
 
 def is_dense(w: Tensor) -> bool:

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from check import error, few
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from moe_aiter import Experts, make_plan, use
+from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import interpret
 from moe_aiter.distributed import ExpertParallel, expert_mesh, guests
 from moe_aiter.distributed import experts as dispatching
@@ -119,13 +120,15 @@ def shared(experts, world, **options):
     return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
 
 
-def transposed(experts: Experts) -> Experts:
+def transposed(experts: torch.nn.Module) -> torch.nn.Module:
     """Let this rank's weights lie in the other order of their axes; sharding would undo it."""
-    for name in ("gate_up", "down"):
-        w = getattr(experts, name)
-        local, whole_part = w.detach().to_local().mT.contiguous().mT, {"shape": w.shape, "stride": w.stride()}
-        sharded = DTensor.from_local(local, w.device_mesh, w.placements, **whole_part)
-        setattr(experts, name, torch.nn.Parameter(sharded, w.requires_grad))
+    for module in experts.modules():
+        for name, w in list(module.named_parameters(recurse=False)):
+            if w.dim() == 3:
+                local = w.detach().to_local().mT.contiguous().mT
+                whole_part = {"shape": w.shape, "stride": w.stride()}
+                sharded = DTensor.from_local(local, w.device_mesh, w.placements, **whole_part)
+                setattr(module, name, torch.nn.Parameter(sharded, w.requires_grad))
     return experts
 
 
@@ -224,3 +227,26 @@ def check_unequal(rank, world, folder):
 
 def test_unequal(tmp_path):
     run(2, check_unequal, tmp_path)
+
+
+def check_hooks(rank, world, folder):
+    """Weights come back from hooks for saved tensors in the usual order of axes, as from pinned memory."""
+    case = draw(1000, world) | {"experts": 2 * world, "tokens": 20, "top_k": 2, "skew": 2.0, "kept": 1.0}
+    case |= {"frozen": (), "main_grad": False, "bias": True}
+    batches = [batch_of(case, world, 0)]
+    lora = LoRAExperts(experts_of(case), rank=2)
+    for factor in lora.parameters():
+        torch.nn.init.normal_(factor)
+    results = []
+    with pytest.MonkeyPatch.context() as patch, use("torch"):
+        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))
+        for hooks in (lambda t: t, lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)):
+            layer = transposed(shared(lora, world, guests=1))
+            with saved_tensors_hooks(hooks, lambda t: t):
+                results.append(step(layer, layer, case, batches, lambda t: t.tensor_split(world)[rank]))
+    for name, value in results[0].items():
+        assert error(whole(results[1][name]), whole(value).double()) < 2e-6, name
+
+
+def test_hooks(tmp_path):
+    run(2, check_hooks, tmp_path)
