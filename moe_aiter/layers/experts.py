@@ -14,7 +14,6 @@ from ..kernels.base.check import (
     check_parameter_dtype,
     check_shape,
     check_sizes,
-    check_tensor,
     checked,
     linear,
 )
@@ -119,7 +118,7 @@ class Experts(WithOptions):
         """
         if within is not None:
             return within(x, routing_weights, plan)
-        check_tensor("x", x)
+        check_shape("x", x, "T", "H")
         if self.dispatcher is not None:
             return self.dispatcher(self, x, routing_weights, plan)
         weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias

@@ -241,6 +241,8 @@ def check_inputs(rank, world):
         shared(x, s, make_plan(ids, 2 * E))
     with pytest.raises(ValueError, match="routing_weights is"):
         shared(x, s[:, 1:], make_plan(ids, E))
+    with pytest.raises(ValueError, match=r"x must be \(T, H\), but it has shape \(16,\)"):
+        shared(x[0, :16], s, make_plan(ids, E))
     with pytest.raises(TypeError, match="routing_weights must be floating"):
         shared(x, s.long(), make_plan(ids, E))
     for kind in (ExpertParallel, functools.partial(ExpertDispatcher, dist.group.WORLD, E)):
