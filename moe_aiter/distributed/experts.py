@@ -118,7 +118,7 @@ class ExpertDispatcher:
                 torch.compile always use "collective"; keep_x=True with "symmetric" raises ValueError.
     guests      how many experts a rank can borrow from the others for a call, in which it computes some of
                 their rows, so that no rank has many more rows than the others.  0: none.  "auto": as many as
-                can save time with the first call's sizes, and fit into a GiB.  The result is the same but
+                can save time with a call's number of tokens, and fit into a GiB.  The result is the same but
                 for rounding.  Each slot takes the memory of an expert, and in training 4 bytes for each of
                 its weights; all layers of a group share it.  torch.compile lends nothing; keep_x=True
                 raises ValueError.
@@ -146,6 +146,7 @@ class ExpertDispatcher:
         self.transport = "collective" if keep_x else transport
         self.collective = Collective(self.group, self.ranks)
         self.symmetric = self.called = self.told = False
+        self.most_guests = 0
 
     def __repr__(self) -> str:
         last = self.first + self.count - 1
@@ -236,9 +237,13 @@ class ExpertDispatcher:
         """Return how much ranks may lend each other, or None for nothing."""
         if self.guests == 0 or not weights:
             return None
-        if isinstance(self.guests, str):  # "auto": the same on all ranks, as are sizes
-            self.guests = auto_guests(weights, s.numel(), self.num_experts - self.each)
-        return lending_for(weights, self.guests) if self.guests else None
+        guests = self.guests
+        if isinstance(guests, str):  # "auto": the same on all ranks, as are sizes
+            guests = auto_guests(weights, s.numel(), self.num_experts - self.each)
+        if guests > self.most_guests:
+            self.most_guests, size = guests, sum(guest_bytes(weights, guests)) / 1e6
+            log.info("ranks borrow up to %d experts, for which each has %.1f MB", guests, size)
+        return lending_for(weights, guests) if guests else None
 
     def transport_for(
         self, x: Tensor, s: Tensor, weights: Sequence[Any], lending: Lending | None

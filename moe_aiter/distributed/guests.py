@@ -53,11 +53,7 @@ def lending_for(weights: Sequence[Any], guests: int) -> Lending:
 
 def auto_guests(weights: Sequence[Any], rows: int, others: int) -> int:
     """Return how many guests a rank can use, with so many rows of a balanced load and experts of others."""
-    slot_bytes = sum(guest_bytes(weights, 1))
-    guests = useful_guests(rows, lending_for(weights, 1).least, others, slot_bytes)
-    size = guests * slot_bytes / 1e6
-    log.info("expert parallelism: ranks borrow up to %d experts, for which each has %.1f MB", guests, size)
-    return guests
+    return useful_guests(rows, lending_for(weights, 1).least, others, sum(guest_bytes(weights, 1)))
 
 
 def log_loans(shares: Tensor, each: int) -> None:
