@@ -173,7 +173,7 @@ class ExpertDispatcher:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
         plain = compiles or self.keep_x or (trains and not weights)
-        lending = None if plain else self.lending(x, s, weights)
+        lending = None if plain else self.lending(s, weights)
         transport = self.collective if plain else self.transport_for(x, s, weights, lending)
         if trains and not plain:
             out = Dispatched.apply(self, transport, experts, plan, lending, x, s, *weights)
@@ -233,7 +233,7 @@ class ExpertDispatcher:
             self.symmetric = uses_symmetric(self.transport, process_group(self.group), x.device)
         self.called = self.called or not compiles
 
-    def lending(self, x: Tensor, s: Tensor, weights: Sequence[Any]) -> Lending | None:
+    def lending(self, s: Tensor, weights: Sequence[Any]) -> Lending | None:
         """Return how much ranks may lend each other, or None for nothing."""
         if self.guests == 0 or not weights:
             return None

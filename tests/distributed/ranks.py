@@ -1,6 +1,7 @@
 """Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL."""
 
 import contextlib
+import math
 import os
 import pathlib
 import warnings
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_aiter.distributed import experts
+from moe_aiter.distributed import experts, guests
+from moe_aiter.distributed.loans import Rates
 from moe_aiter.distributed.wire import Wire
 
 
@@ -52,6 +54,20 @@ def all_bits():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "wire_of", lambda experts: Wire())
         yield
+
+
+def every_loan_pays(patch: pytest.MonkeyPatch) -> list[int]:
+    """Lend experts of few rows too; return a list that gets the number of loans of each plan."""
+    loans, lend_rows = [], experts.lend_rows
+
+    def counted(*given):
+        shares, guests_of = lend_rows(*given)
+        loans.append(int((guests_of >= 0).sum()))
+        return shares, guests_of
+
+    patch.setattr(experts, "lend_rows", counted)
+    patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))
+    return loans
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:

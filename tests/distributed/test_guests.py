@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import math
 import random
 
 import pytest
@@ -17,16 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, guests
-from moe_aiter.distributed import experts as dispatching
-from moe_aiter.distributed.loans import Rates
+from moe_aiter.distributed import ExpertParallel, expert_mesh
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
-from moe_aiter.kernels.rows.lend import lend_rows
 from moe_aiter.op import IMPLS
 
 from ..references import expert_loop_reference
-from .ranks import gathered, run, whole
+from .ranks import every_loan_pays, gathered, run, whole
 from .shared_memory import use_files
 
 if interpret:
@@ -162,17 +158,9 @@ def check_case(rank: int, world: int, number: int) -> None:
 
 def drawn(rank, world, folder, first):
     """Most cases lend, in all kinds of computing experts."""
-    loans = []
-
-    def counted(*given):
-        shares, guests_of = lend_rows(*given)
-        loans.append(int((guests_of >= 0).sum()))
-        return shares, guests_of
-
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
-        patch.setattr(dispatching, "lend_rows", counted)
-        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))  # each loan pays
+        loans = every_loan_pays(patch)
         for number in range(first, first + CASES):
             check_case(rank, world, 1000 * world + number)
     assert 2 * sum(loans) > CASES, (loans, len(loans))
@@ -194,7 +182,7 @@ def check_log(rank, world, folder):
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))
+        every_loan_pays(patch)
         for _ in range(2):
             x_own, ids_own, s_own = (t.tensor_split(world)[rank] for t in (x, ids, s))
             layer(x_own, s_own, make_plan(ids_own, 2 * world))
@@ -240,7 +228,7 @@ def check_hooks(rank, world, folder):
         torch.nn.init.normal_(factor)
     results = []
     with pytest.MonkeyPatch.context() as patch, use("torch"):
-        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))
+        every_loan_pays(patch)
         for hooks in (lambda t: t, lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)):
             layer = transposed(shared(lora, world, guests=1))
             with saved_tensors_hooks(hooks, lambda t: t):

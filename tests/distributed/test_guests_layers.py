@@ -1,7 +1,6 @@
 """Experts lent in whole MoE layers: capacity, replay, FSDP2, adapters, 4 and 8 bits, drawn at random."""
 
 import functools
-import math
 import random
 
 import pytest
@@ -13,15 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Capacity, LoRAExperts, MoE, quantize, record_routes, replay_routes, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import expert_mesh, guests, parallelize
-from moe_aiter.distributed import experts as dispatching
-from moe_aiter.distributed.loans import Rates
+from moe_aiter.distributed import expert_mesh, parallelize
 from moe_aiter.kernels.experts.fp8 import ALL, RECIPES
 from moe_aiter.kernels.experts.mlp import by_layer
-from moe_aiter.kernels.rows.lend import lend_rows
 from moe_aiter.op import IMPLS
 
-from .ranks import gathered, run, whole
+from .ranks import every_loan_pays, gathered, run, whole
 from .shared_memory import use_files
 
 if interpret:
@@ -154,17 +150,9 @@ def limit_of(case: dict, name: str) -> float:
 
 def drawn(rank, world, folder, first):
     """Most cases lend."""
-    loans = []
-
-    def counted(*given):
-        shares, guests_of = lend_rows(*given)
-        loans.append(int((guests_of >= 0).sum()))
-        return shares, guests_of
-
     with pytest.MonkeyPatch.context() as patch:
         use_files(folder, patch)
-        patch.setattr(dispatching, "lend_rows", counted)
-        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))  # each loan pays
+        loans = every_loan_pays(patch)
         for number in range(first, first + TOGETHER):
             check_case(rank, world, 1000 * world + number)
     assert sum(loans) > TOGETHER, (loans, len(loans))

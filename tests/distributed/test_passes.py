@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_aiter import Experts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, slots, transport
-from moe_aiter.distributed.loans import Rates
+from moe_aiter.distributed import ExpertParallel, expert_mesh, slots, transport
 from moe_aiter.op import IMPLS, INPUTS, register_kernel
 
-from .ranks import of_all_ranks, run
+from .ranks import every_loan_pays, of_all_ranks, run
 from .shared_memory import use_files
 
 pytestmark = pytest.mark.interpret
@@ -101,7 +99,7 @@ def check(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch, use("triton"):
         use_files(folder, patch)
         patch.setattr(slots, "ROWS", 8)  # several windows of few rows
-        patch.setattr(guests, "rates_of", lambda kind: Rates(math.inf, 1.0, 1))  # each loan pays
+        every_loan_pays(patch)
         log = Log(patch)
         for rows, recompute, lent in CASES[world]:
             results = []

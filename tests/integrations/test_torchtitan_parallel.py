@@ -1,7 +1,5 @@
 """torchtitan's expert parallelism on our dispatcher: two processes beside one with the joined batch."""
 
-import math
-
 import forked
 import pytest
 import torch
@@ -13,14 +11,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from moe_aiter import use_main_grad
 from moe_aiter.config import interpret
-from moe_aiter.distributed import experts as dispatching
-from moe_aiter.distributed import guests
-from moe_aiter.distributed.loans import Rates
-from moe_aiter.kernels.rows.lend import lend_rows
 
 pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
 
-from ..distributed.ranks import leave
+from ..distributed.ranks import every_loan_pays, leave
 from .test_torchtitan import (
     FLAVORS,
     FullAC,
@@ -79,15 +73,7 @@ def one_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     set_spmd_backend("partial_dtensor")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
-    results, loans = {}, []
-
-    def counted(*given):
-        shares, guests_of = lend_rows(*given)
-        loans.append(int((guests_of >= 0).sum()))
-        return shares, guests_of
-
-    dispatching.lend_rows = counted
-    guests.rates_of = lambda kind: Rates(math.inf, 1.0, 1)  # each loan pays
+    results, loans = {}, every_loan_pays(pytest.MonkeyPatch())
     for case in CASES:
         x, dout = (t[rank] for t in batch(moe_of(flavor_of(case))))
         moe = shared(case, mesh)

@@ -1,6 +1,5 @@
 """Experts of transformers' models, lent for one call: two processes with guests beside the same without."""
 
-import math
 import pathlib
 
 import forked
@@ -12,9 +11,6 @@ from torch import nn
 
 from moe_aiter import use_main_grad
 from moe_aiter.config import interpret
-from moe_aiter.distributed import experts as dispatching
-from moe_aiter.distributed import guests
-from moe_aiter.distributed.loans import Rates
 from moe_aiter.integrations.four_bit import quantize_experts
 from moe_aiter.integrations.lora import add_lora
 from moe_aiter.integrations.transformers import (
@@ -25,9 +21,8 @@ from moe_aiter.integrations.transformers import (
     register,
     unregister,
 )
-from moe_aiter.kernels.rows.lend import lend_rows
 
-from ..distributed.ranks import leave, whole
+from ..distributed.ranks import every_loan_pays, leave, whole
 from .families import WIDE_SIZES
 
 if interpret:
@@ -138,15 +133,7 @@ def step(model, tokens, main_grad=False, checkpoints=False, no_grad=False, **_) 
 def one_rank(rank: int, folder: pathlib.Path) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     batch = torch.randint(32, (WORLD, 2, 32), generator=torch.Generator().manual_seed(1))
-    loans, results = [], {}
-
-    def counted(*given):
-        shares, guests_of = lend_rows(*given)
-        loans.append(int((guests_of >= 0).sum()))
-        return shares, guests_of
-
-    dispatching.lend_rows = counted
-    guests.rates_of = lambda kind: Rates(math.inf, 1.0, 1)  # each loan pays
+    loans, results = every_loan_pays(pytest.MonkeyPatch()), {}
     for family in FAMILIES:
         for case, (_, how) in CASES.items():
             tokens = batch[0] if "sizes" in how else batch[rank]

@@ -113,7 +113,7 @@ def has_blocks(scale: Tensor) -> bool:
 
 
 class QuantizedTokens(NamedTuple):
-    """What `quantize_tokens` has made of tokens or gradients (T, H) elsewhere, for example on another GPU."""
+    """Tokens or gradients (T, H) that were quantised before, for example by the rank that sent them."""
 
     x: Tensor  # (T, H), zeros without memory: its shape, its dtype, and its place in a graph
     x8: Tensor  # (T, H)

@@ -47,7 +47,7 @@ def test_add(dtype, n, gap, rank, device):
     wide = torch.promote_types(dtype, torch.float32)
     # sums that 16 bits hold, which the interpreter does not round to the nearest
     places = torch.randint(-50, 50, (RANKS, GUESTS, n), device=device).to(wide)
-    places[guests_of < 0] = torch.nan  # what nobody has written
+    places[guests_of < 0] = torch.nan  # unused slots: a read of them would show
     want = w.clone()
     for b, g in (guests_of // EACH == rank).nonzero().tolist():
         e = guests_of[b, g] - rank * EACH
