@@ -376,7 +376,7 @@ def bytes_lent(p: RankProblem, experts: Experts) -> tuple[float, tuple[int, int]
     The home of an expert sends its weights twice, the borrower their gradients once.
     """
     dispatcher, weights = experts.dispatcher, experts.local_weights()
-    lending = dispatcher.lending(p.x, p.routing_weights, weights)
+    lending = dispatcher.lending(p.routing_weights, weights)
     if lending is None:
         return 0, (0, 0)
     own = torch.bincount(p.expert_ids.flatten(), minlength=p.shape.num_experts)[None]
