@@ -69,12 +69,8 @@ def metadata(inputs: tuple[Any, ...], *others: Any) -> Key:
     kinds = tuple(map(type, inputs))
     if innermost_transform() is not None or not PLAIN.issuperset(kinds):
         return None
-    key: list[Any] = [
-        kinds,
-        _decisions,
-        torch.get_num_threads(),
-        *others,
-    ]  # with the kinds, since 1 == True == 1.0
+    # with the kinds, since 1 == True == 1.0
+    key: list[Any] = [kinds, _decisions, torch.get_num_threads(), *others]
     key += [scope.get() if scope.blocks else scope.default for scope in SCOPES]
     for t in inputs:
         if isinstance(t, Tensor):
@@ -566,9 +562,15 @@ def write_back(args: tuple[Any, ...], i: tuple[Any, ...], written: list[int]) ->
 
 
 def extended(name: str, inputs: type, first: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Return a NamedTuple: `first`, the fields of another, and `fields`: None leaves a field out."""
+    """Return a NamedTuple: `first`, the fields of another, and `fields`: None leaves a field out.
+
+    The last ones that may be None have that default."""
     every = (first or {}) | get_type_hints(inputs, include_extras=True) | fields
-    return NamedTuple(name, [(field, kind) for field, kind in every.items() if kind is not None])
+    kinds = [(field, kind) for field, kind in every.items() if kind is not None]
+    made: Any = NamedTuple(name, kinds)  # type: ignore[misc]
+    last = next(n for n, (_, kind) in enumerate(reversed(kinds)) if type(None) not in get_args(kind))
+    made.__new__.__defaults__ = (None,) * last
+    return made
 
 
 def saving(save: Function, kind: type[Inputs]) -> Function:

@@ -20,6 +20,7 @@ if interpret:
 
 import compile_few_rows as few_rows
 import compile_hopper as hopper
+import compile_lent as lent
 import compile_products as products
 import compile_rows as rows
 from aot import FEW_TARGETS, KERNELS, PRODUCTS, TARGETS, compiling_for, disassembled, new
@@ -32,6 +33,7 @@ TABLE = {
     **products.TUNED_CASES,
     **few_rows.CASES,
     **hopper.CASES,
+    **lent.CASES,
     **hopper.TUNED_CASES,
 }
 

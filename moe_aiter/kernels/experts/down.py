@@ -44,6 +44,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.lent import all_weights, guest_gradients, matrix_of, own_part, own_sizes, unit_with
 from ..base.sources import arriving, bind_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
@@ -55,7 +56,6 @@ from ..base.tile import (
     row_tiles,
     swizzle,
     tile_options,
-    unit_of,
 )
 from ..grouped.gmm import (
     GmmUnpermuteInputs,
@@ -64,7 +64,7 @@ from ..grouped.gmm import (
     gmm_reference,
     gmm_unpermute_reference,
 )
-from ..grouped.tgmm import weight_gradient
+from ..grouped.tgmm import add_guest_gradient, weight_gradient
 from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
 from .glu import GluBackwardInputs, GluInputs, glu_backward_reference, glu_reference
 from .inputs import check_expert_values
@@ -86,11 +86,15 @@ class DownInputs(NamedTuple):
     spend_z: bool  # whether backward may write dz over z
     row_bytes: int | torch.SymInt  # the most for the rows of y
     main_grad: Tensor | None  # (E, H, I), which the gradient of down is added to
+    guests: Tensor | None = None  # (G, H, I): the matrices of further groups, see base/lent.py
 
     def as_gmm_unpermute(self) -> GmmUnpermuteInputs:
         """Return the inputs of the product and the weighted sum that `expert_down` is."""
         routing = self.order, self.rank, self.routing_weights
-        return GmmUnpermuteInputs(self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes)
+        rest = None if self.guests is None else self.guests.mT
+        return GmmUnpermuteInputs(
+            self.a, self.down.mT, self.group_sizes, self.bias, *routing, self.row_bytes, rest
+        )  # fmt: skip
 
 
 class DownGradInputs(NamedTuple):
@@ -106,6 +110,7 @@ class DownGradInputs(NamedTuple):
     activation: str
     interleaved: bool
     need_a: bool  # without it s * f(z) has no rows
+    guests: Tensor | None = None  # (G, H, I), as for `expert_down`
 
 
 DownGradOverZInputs = extended("DownGradOverZInputs", DownGradInputs, z=Written)  # z becomes dz
@@ -117,7 +122,7 @@ DownGradOverZInputs = extended("DownGradOverZInputs", DownGradInputs, z=Written)
 def expert_down_grad_reference(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tensor, Tensor]:
     z, weights, act = wide(i.z), i.routing_weights.to(sum_dtype(i.z)), (i.activation, i.interleaved)
     dout = take_rows(i.dout, i.order, i.rank.shape[1])
-    u = wide(gmm_reference(GroupedInputs(dout, i.down, i.group_sizes, None)))
+    u = wide(gmm_reference(GroupedInputs(dout, all_weights(i.down, i.guests), i.group_sizes, None)))
     s = take_rows(weights.flatten(), i.order, 1)[:, None]
     live = (torch.arange(len(z), device=z.device) < (i.order >= 0).sum())[:, None]
     dz = glu_backward_reference(GluBackwardInputs(s * u, z, *act))
@@ -133,7 +138,8 @@ def expert_down_grad_reference(i: DownGradInputs | DownGradOverZInputs) -> tuple
 @jit_kernel
 def expert_down_grad_kernel(
     dout_ptr,  # (T, K)
-    w_ptr,  # (G, K, N)
+    w_ptr,  # (own, K, N)
+    guests_ptr,  # (G - own, K, N) or None: see `matrix_of`
     z_ptr,  # (M, width), contiguous
     s_ptr,  # (T * top_k,) float32
     dz_ptr,  # (M, width), contiguous
@@ -142,17 +148,19 @@ def expert_down_grad_kernel(
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M, N, K, G, top_k,
+    counts,  # M, G, and own of the G
+    N, K, top_k,
     dout_strides,  # t, k
-    w_strides,  # g, k, n
+    w_strides,  # g, k, n, and g of the guests'
     ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,  # parts of z, see `down_grad_epilogue`
 ):  # fmt: skip
     N, K, dout_strides, w_strides = in_units((N, K, dout_strides, w_strides), UNIT)
+    M, G, own = counts
     dout_stride_t, dout_stride_k = dout_strides
-    w_stride_g, w_stride_k, w_stride_n = w_strides
+    w_stride_g, w_stride_k, w_stride_n, guests_stride = w_strides
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
@@ -167,7 +175,7 @@ def expert_down_grad_kernel(
     dout_ptrs = (
         dout_ptr + (choice // top_k).to(tl.int64)[:, None] * dout_stride_t + k[None, :] * dout_stride_k
     )
-    w_base = w_ptr + group.to(tl.int64) * w_stride_g
+    w_base = matrix_of(w_ptr, guests_ptr, group, own, w_stride_g, guests_stride, UNIT)
     w_ptrs = w_base + k.to(tl.int64)[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
     u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     u = multiply(u, dout_ptrs, w_ptrs, K, dout_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, False, live)
@@ -281,7 +289,7 @@ def gated_gradient(du, z, ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVE
 
 
 def new_expert_down(i: DownInputs) -> Tensor:
-    size = check_fields(i)
+    size = check_fields(own_part(i, "down", "group_sizes", "bias"))
     return i.a.new_empty(size["T"], size["H"])
 
 
@@ -305,7 +313,8 @@ def new_beside_dz(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tens
 @binds
 @takes(*TILE_DTYPES)
 def bind_expert_down_grad(i: DownGradInputs) -> Callable:
-    (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
+    (own, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
+    E, (unit, guests_stride) = i.group_sizes.shape[0], unit_with(i.guests, (N, K), i.dout, i.down)
     config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
     interleaved = act.gated and i.interleaved
@@ -314,10 +323,10 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     launch_for = bind_passes(
         expert_down_grad_kernel, (tiles_m * tiles_n,),
         **act.triton_fns, INTERLEAVED=interleaved, AHEAD=ahead,
-        UNIT=unit_of((N, K), i.dout.stride(), i.down.stride()),
-        BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, **tile_options(config),
+        UNIT=unit, BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, **tile_options(config),
     )  # fmt: skip
-    numbers = R, N, K, E, i.rank.shape[1], i.dout.stride(), i.down.stride()
+    w_strides = *i.down.stride(), guests_stride
+    numbers = (R, E, own), N, K, i.rank.shape[1], i.dout.stride(), w_strides
     sum_columns, need_a = bind_add_partial_sums(tiles_n, R, i.rank.numel()), i.need_a
 
     def launch(out, i):
@@ -325,7 +334,7 @@ def bind_expert_down_grad(i: DownGradInputs) -> Callable:
         s, order, rank = dense(i.routing_weights.float(), i.order, i.rank)
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
         a = a if need_a else None
-        tensors = i.dout, i.down, i.z, s, dz, a, partial_sums, order
+        tensors = i.dout, i.down, i.guests, i.z, s, dz, a, partial_sums, order
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *numbers)
         sum_columns(partial_sums, rank, ds)
@@ -348,21 +357,22 @@ def over_z(bind: Callable) -> Callable:
 
 
 def save_expert_down(ctx, i: DownInputs, output):
-    ctx.save_for_backward(i.z, i.down, i.bias, i.routing_weights, i.order, i.rank, i.group_sizes)
+    ctx.save_for_backward(i.z, i.down, i.bias, i.routing_weights, i.order, i.rank, i.group_sizes, i.guests)
     # the main gradient is not saved as a tensor: other backward passes may add to it first
     ctx.spend_z, ctx.rest = i.spend_z, (i.activation, i.interleaved, i.main_grad)
 
 
 def backward_expert_down(ctx, dout):
-    saved, needs = ctx.saved_tensors, DownInputs(*ctx.needs_input_grad)
+    (*saved, guests), needs = ctx.saved_tensors, DownInputs(*ctx.needs_input_grad)
     spend_z = ctx.spend_z and is_last_use(saved[0])
-    computed = down_gradients((needs.down, needs.bias), spend_z, dout, saved, *ctx.rest)
+    computed = down_gradients((needs.down, needs.bias), spend_z, dout, saved, *ctx.rest, guests=guests)
     return gradients(DownInputs, **dict(zip(("z", "down", "bias", "routing_weights"), computed, strict=True)))
 
 
 def down_gradients(
-    needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None, of_weight=weight_gradient
-) -> tuple:
+    needs, spend_z, dout, saved, activation, interleaved, main_grad, grad=None, of_weight=weight_gradient,
+    guests=None,
+) -> tuple:  # fmt: skip
     """Return the gradients of z, down, bias and routing_weights; those of down and bias if `needs` says so.
 
     `grad` replaces the op for dz, s * f(z) and ds, and `of_weight` the product for down.
@@ -370,13 +380,19 @@ def down_gradients(
     z, down, bias, routing_weights, order, rank, group_sizes = saved
     z = z.contiguous()  # as it was saved: a program's hooks for saved tensors may return other strides
     top_k = rank.shape[1]
-    grad = grad or (down_grad_over_z if spend_z and is_unwatched(z, dout) else expert_down_grad_op)
-    dz, a, ds = grad(
-        dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, needs[0]
-    )
+    inputs = dout, z, down, routing_weights, order, rank, group_sizes, activation, interleaved, needs[0]
+    if grad is not None:
+        dz, a, ds = grad(*inputs)
+    elif spend_z and is_unwatched(z, dout):
+        dz, a, ds = down_grad_over_z(*inputs, guests)
+    else:
+        dz, a, ds = expert_down_grad_op(*inputs, guests)
     dw = dbias = None
     if needs[0]:
-        dw = of_weight(down, main_grad, dout, a, group_sizes, order, top_k)
+        sizes = own_sizes(group_sizes, down, guests)
+        dw = of_weight(down, main_grad, dout, a, sizes, order, top_k)
+        if guests is not None:
+            add_guest_gradient(guest_gradients.get()[1], dout, a, group_sizes, order, top_k)
     if bias is not None:
         ds = ds + bias_dots(dout, bias, rank, group_sizes)
         if needs[1]:

@@ -325,7 +325,7 @@ expert_up_fp8_op = define_op(
 )  # fmt: skip
 expert_z_fp8_op = define_op(
     "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(with_z(i))[0],
-    **everywhere("expert_z", lambda i: ZInputs(*with_z(i).as_up(rounded=True)[:-3])), hopper=bind_z,
+    **everywhere("expert_z", lambda i: ZInputs(*with_z(i).as_up(rounded=True)[:8])), hopper=bind_z,
 )  # fmt: skip
 gmm_fp8_op = define_op(
     "gmm_fp8", GmmFp8Inputs,

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, saved_tensors, takes
 from .. import hopper
 from ..base.check import cast_as_linear, check_plan, needs_grad
+from ..base.lent import all_weights, without
 from ..base.sources import in_turn
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
@@ -35,14 +36,18 @@ from .inputs import (
 from .options import ExpertOptions, ExpertWeights
 from .up import UpInputs, expert_up_op, expert_z_op, up_gradients
 
+Guests = tuple[Tensor | None, Tensor | None]  # the weights of guests, gate_up and down: see base/lent.py
+
 # expert_both: launcher
 
 
-BYTES = {"bytes_of_y": int | torch.SymInt, "bytes_of_dx": int | torch.SymInt}
+MORE = dict.fromkeys(("bytes_of_y", "bytes_of_dx"), int | torch.SymInt)
+MORE |= dict.fromkeys(("guest_gate_up", "guest_down"), Tensor | None)
 
 
-class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
-    """The inputs of the op `expert_both`: ExpertInputs, and the most bytes for the rows of y and of dx."""
+class BothInputs(extended("BothInputs", ExpertInputs, **MORE)):
+    """The inputs of the op `expert_both`: ExpertInputs, the most bytes for the rows of y and of dx, and the
+    weights of guests, see base/lent.py."""
 
     __slots__ = ()
 
@@ -51,15 +56,16 @@ class BothInputs(extended("BothInputs", ExpertInputs, **BYTES)):
         routing = self.order, self.rank, self.group_sizes
         return UpInputs(
             self.x, self.gate_up, self.gate_up_bias, *routing, self.activation, self.interleaved, False, 0,
-            None,
+            None, self.guest_gate_up,
         )  # fmt: skip
 
     def as_gmm_unpermute(self, a: Tensor) -> GmmUnpermuteInputs:
         """Return the inputs of the product with down and the weighted sum of its rows."""
         routing = self.order, self.rank, self.routing_weights
+        guests = None if self.guest_down is None else self.guest_down.mT
         return GmmUnpermuteInputs(
-            a, self.down.mT, self.group_sizes, self.down_bias, *routing, self.bytes_of_y
-        )
+            a, self.down.mT, self.group_sizes, self.down_bias, *routing, self.bytes_of_y, guests
+        )  # fmt: skip
 
 
 @binds
@@ -82,23 +88,35 @@ def bind_expert_both(i: BothInputs) -> Callable:
 # expert_both: op
 
 
+def both_reference(i: BothInputs) -> Tensor:
+    weights = all_weights(i.gate_up, i.guest_gate_up), all_weights(i.down, i.guest_down)
+    return expert_loop_reference(i._replace(gate_up=weights[0], down=weights[1]))[0]
+
+
 def save_expert_both(ctx, i: BothInputs, output):
     # a main gradient is not saved: another backward pass may change it first
-    ctx.save_for_backward(*i[:9])
-    ctx.others, ctx.x_shape = i[9:], i.x.shape
+    *tensors, guest_gate_up, guest_down = i
+    ctx.save_for_backward(*tensors[:9], guest_gate_up, guest_down)
+    ctx.others, ctx.x_shape = tensors[9:], i.x.shape
 
 
 def backward_expert_both(ctx, dout):
-    i, needs = BothInputs(*saved_tensors(ctx), *ctx.others), BothInputs(*ctx.needs_input_grad)
+    *tensors, guest_gate_up, guest_down = saved_tensors(ctx)
+    i = BothInputs(*tensors, *ctx.others, guest_gate_up, guest_down)
+    needs = BothInputs(*ctx.needs_input_grad)
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
-    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.guest_gate_up)
     saved = z, i.down, i.down_bias, i.routing_weights, *routing
     needs_down = needs.down, needs.down_bias
-    dz, ddown, ddown_bias, ds = down_gradients(needs_down, True, dout, saved, *act, i.down_main_grad)
+    dz, ddown, ddown_bias, ds = down_gradients(
+        needs_down, True, dout, saved, *act, i.down_main_grad, guests=i.guest_down
+    )  # fmt: skip
     del z, saved  # where dz is not in its memory
     bias_dtype = None if i.gate_up_bias is None else i.gate_up_bias.dtype
     rest = bias_dtype, i.bytes_of_dx, i.gate_up_main_grad
-    dx, dgate_up, dbias = up_gradients(needs[:3], dz, i.x, i.gate_up, *routing, *rest)
+    dx, dgate_up, dbias = up_gradients(
+        needs[:3], dz, i.x, i.gate_up, *routing, *rest, guests=i.guest_gate_up
+    )  # fmt: skip
     return gradients(
         BothInputs, x=dx, gate_up=dgate_up, gate_up_bias=dbias, down=ddown, down_bias=ddown_bias,
         routing_weights=ds,
@@ -107,7 +125,7 @@ def backward_expert_both(ctx, dout):
 
 expert_both_op = define_op(
     "expert_both", BothInputs, new=lambda i: i.x.new_empty(i.x.shape), check_values=check_expert_values,
-    reference=lambda i: expert_loop_reference(i)[0], triton=bind_expert_both, save=save_expert_both,
+    reference=both_reference, triton=bind_expert_both, save=save_expert_both,
     backward=backward_expert_both,
 )  # fmt: skip
 
@@ -115,26 +133,27 @@ expert_both_op = define_op(
 # expert_mlp: backends
 
 
-def by_layer(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
+def by_layer(i: ExpertInputs, row_chunks: int | None = None, guests: Guests = (None, None)) -> Tensor:
     """Every expert's up-projection, then every expert's down-projection.
 
     They are two nodes if z is saved, so that it can be freed, or become dz, when the first has run backward.
     """
     if not i.save_z:
-        return expert_both_op(*i, *row_bytes(i, row_chunks))
-    return up_and_down(i, i.routing_weights, (i.order, i.rank, i.group_sizes), row_chunks)
+        return expert_both_op(*i, *row_bytes(i, row_chunks), *guests)
+    return up_and_down(i, i.routing_weights, (i.order, i.rank, i.group_sizes), row_chunks, guests)
 
 
 def up_and_down(
-    i: ExpertInputs, down_weights: Tensor, down_plan: tuple[Tensor, Tensor, Tensor], row_chunks: int | None
-) -> Tensor:
+    i: ExpertInputs, down_weights: Tensor, down_plan: tuple[Tensor, Tensor, Tensor], row_chunks: int | None,
+    guests: Guests = (None, None),
+) -> Tensor:  # fmt: skip
     """Both projections as two nodes, of which the second sums rows with a routing that may be another."""
     act = i.activation, i.interleaved
     bytes_of_y, bytes_of_dx = row_bytes(i, row_chunks)
     plan = i.order, i.rank, i.group_sizes
-    up = i.x, i.gate_up, i.gate_up_bias, *plan, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad
+    up = i.x, i.gate_up, i.gate_up_bias, *plan, *act, i.save_z, bytes_of_dx, i.gate_up_main_grad, guests[0]
     # z has no other user, so backward may write over it
-    down = i.down, i.down_bias, down_weights, *down_plan, *act, True, bytes_of_y, i.down_main_grad
+    down = i.down, i.down_bias, down_weights, *down_plan, *act, True, bytes_of_y, i.down_main_grad, guests[1]
 
     def impls() -> tuple[Callable, ...]:
         return pick("expert_up", UpInputs(*up)), pick("expert_down", DownInputs(i.x, i.x, *down))
@@ -149,8 +168,10 @@ def by_expert(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
     return expert_loop_op(*i)[0]
 
 
-def by_layer_on_hopper(i: ExpertInputs, row_chunks: int | None = None) -> Tensor:
-    return by_layer(i, row_chunks)
+def by_layer_on_hopper(
+    i: ExpertInputs, row_chunks: int | None = None, guests: Guests = (None, None)
+) -> Tensor:
+    return by_layer(i, row_chunks, guests)
 
 
 def in_8_bits(
@@ -232,16 +253,20 @@ def mix_experts(
     own numbers in backward, which hooks for saved tensors put in their place.
     """
     x, *x8 = x if isinstance(x, QuantizedTokens) else (x, None, None)
+    if weights.guests is not None:
+        _, *guests = cast_as_linear(x, *weights.guests)
+        weights = weights._replace(guests=tuple(guests))
     i = new_inputs(x, weights, routing_weights, plan, options)
     if options.fp8 is not None:
         return in_8_bits(i, options.row_chunks, options.fp8, *x8)
-    return pick("expert_mlp", i)(i, options.row_chunks)
+    rest = () if weights.guests is None else (weights.guests,)
+    return pick("expert_mlp", i)(i, options.row_chunks, *rest)
 
 
 def new_inputs(
     x: Tensor, w: ExpertWeights, routing_weights: Tensor, plan: tuple, options: ExpertOptions
 ) -> ExpertInputs:
-    """Return the inputs of the experts, checked, and cast under torch.autocast."""
+    """Return the inputs of the experts, checked, and cast under torch.autocast; guests must be cast."""
     options.check()
     check_plan(plan)
     x, gate_up, down = cast_as_linear(x, w.gate_up, w.down)
@@ -249,7 +274,11 @@ def new_inputs(
     save_z = options.recompute == "none" and needs_grad(*tensors)
     main_grads = w.gate_up_main_grad, w.down_main_grad
     i = ExpertInputs(*tensors, *plan, options.activation, options.interleaved, save_z, *main_grads)
-    check_experts(i)
+    part = i
+    if w.guests is not None:
+        part = without(i, "down", w.guests[1])
+        part = without(part, "gate_up", w.guests[0], "group_sizes", "gate_up_bias", "down_bias")
+    check_experts(part)
     return i
 
 

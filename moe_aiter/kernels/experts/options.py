@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..base.activations import get_activation
@@ -51,3 +52,10 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None  # (E, H)
     gate_up_main_grad: Tensor | None = None  # (E, width, H)
     down_main_grad: Tensor | None = None  # (E, H, I)
+    guests: tuple[Tensor, Tensor] | None = None  # (G, width, H), (G, H, I): see base/lent.py
+
+    def with_guests(self, gate_up: Tensor, down: Tensor, *biases: Tensor | None) -> "ExpertWeights":
+        """Return these weights with those of guests; biases are those of all groups."""
+        own = self.gate_up_bias, self.down_bias
+        both = [None if b is None else torch.cat([b, guest]) for b, guest in zip(own, biases, strict=True)]
+        return self._replace(gate_up_bias=both[0], down_bias=both[1], guests=(gate_up, down))

@@ -25,6 +25,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import Extra, Index, Operand, check_fields, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
+from ..base.lent import all_weights, guest_gradients, matrix_of, own_part, own_sizes, unit_with
 from ..base.sources import arrived, arriving, bind_passes, late, launch_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
@@ -38,11 +39,10 @@ from ..base.tile import (
     row_tiles,
     swizzle,
     tile_options,
-    unit_of,
     with_boxes,
 )
 from ..grouped.gmm import GroupedInputs, gmm_reference, gmm_unpermute_op
-from ..grouped.tgmm import weight_gradient
+from ..grouped.tgmm import add_guest_gradient, weight_gradient
 from ..rows.sums import group_sum
 from .inputs import check_expert_values
 
@@ -63,6 +63,7 @@ class UpInputs(NamedTuple):
     save_z: bool  # without it z has no rows
     row_bytes: int | torch.SymInt  # the most for the rows of dx
     main_grad: Annotated[Tensor, "E, width, H"] | None  # which the gradient of gate_up is added to
+    guests: Tensor | None = None  # (G, width, H): the matrices of further groups, see base/lent.py
 
 
 # those of `expert_up`, of which z alone is computed
@@ -79,7 +80,8 @@ def expert_up_reference(i: UpInputs) -> tuple[Tensor, Tensor]:
 
 def expert_z_reference(i: UpInputs | ZInputs) -> Tensor:
     rows = take_rows(i.x, i.order, i.rank.shape[1])
-    return gmm_reference(GroupedInputs(rows, i.gate_up.mT, i.group_sizes, i.bias))
+    w = all_weights(i.gate_up, i.guests)
+    return gmm_reference(GroupedInputs(rows, w.mT, i.group_sizes, i.bias))
 
 
 # kernel
@@ -88,16 +90,18 @@ def expert_z_reference(i: UpInputs | ZInputs) -> Tensor:
 @jit_kernel
 def expert_up_kernel(
     x_ptr,  # (T, K)
-    w_ptr,  # (G, width, K), or its descriptor where there are BOXES
+    w_ptr,  # (own, width, K), or its descriptor where there are BOXES
+    guests_ptr,  # (G - own, width, K) or None: see `matrix_of`
     bias_ptr,  # (G, width), contiguous, or None
     z_ptr,  # (M, width), contiguous, or None
     a_ptr,  # (M, N), contiguous, or None
     order_ptr,  # (M,)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M, N, K, G, top_k, tiles_m,
+    counts,  # M, G, and own of the G
+    N, K, top_k, tiles_m,
     x_strides,  # t, k
-    w_strides,  # g, n, k
+    w_strides,  # g, n, k, and g of the guests'
     ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -107,8 +111,9 @@ def expert_up_kernel(
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     N, K, x_strides, w_strides = in_units((N, K, x_strides, w_strides), UNIT)
+    M, G, own = counts
     x_stride_t, x_stride_k = x_strides
-    w_stride_g, w_stride_n, w_stride_k = w_strides
+    w_stride_g, w_stride_n, w_stride_k, guests_stride = w_strides
     tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
@@ -128,7 +133,7 @@ def expert_up_kernel(
     if BOXES is not None:
         w_ptrs = w_ptr
     else:
-        w_base = w_ptr + group.to(tl.int64) * w_stride_g
+        w_base = matrix_of(w_ptr, guests_ptr, group, own, w_stride_g, guests_stride, UNIT)
         w_ptrs = w_base + column_read.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
     z = multiply(
         z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED, live,
@@ -190,7 +195,8 @@ def split_gate_up(z, INTERLEAVED: tl.constexpr):
 
 
 def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
-    size, projections = check_fields(i), get_activation(i.activation).projections
+    size = check_fields(own_part(i, "gate_up", "group_sizes", "bias"))
+    projections = get_activation(i.activation).projections
     R, width = size["R"], size["width"]
     if width % projections:
         raise ValueError(f"gate_up is (E, {width}, H), but {i.activation} needs a multiple of {projections}")
@@ -201,28 +207,30 @@ def new_expert_up(i: UpInputs) -> tuple[Tensor, Tensor]:
 @takes(*TILE_DTYPES)
 @takes_passes
 def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
-    (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    (own, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    E = i.group_sizes.shape[0]
     N, write_z = width // act.projections, i.save_z
     config = tuning.lookup("up", i.x.dtype, R, width, K, E)
     if not act.gated:  # an adapter's rank is less than a tile
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.projections)
-    unit = unit_of((N, K), i.x.stride(), i.gate_up.stride())
+    unit, guests_stride = unit_with(i.guests, (N, K), i.x, i.gate_up)
     transposed = is_transposed(config, i.x)
-    kind = None if transposed else boxes_of(i.gate_up, unit, act.gated and not i.interleaved)
+    plain = i.guests is None and not transposed
+    kind = boxes_of(i.gate_up, unit, act.gated and not i.interleaved) if plain else None
     launch_for = bind_passes(
         expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved, UNIT=unit,
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=transposed, BOXES=kind, **tile_options(config),
     )  # fmt: skip
-    sizes = R, N, K, E, i.rank.shape[1], tiles_m
-    strides = i.x.stride(), i.gate_up.stride()
+    sizes = (R, E, own), N, K, i.rank.shape[1], tiles_m
+    strides = i.x.stride(), (*i.gate_up.stride(), guests_stride)
 
     def launch(out, i):
         z, a = out[0] if write_z else None, out[1] if write_a else None
         w, bias = with_boxes(i.gate_up, kind, config), None if i.bias is None else i.bias.contiguous()
-        tensors = i.x, w, bias, z, a, i.order.contiguous()
+        tensors = i.x, w, i.guests, bias, z, a, i.order.contiguous()
         launch_passes(
             launch_for(starts)(*tensors, group_sizes, starts, *sizes, *strides)
             for group_sizes, starts in arriving(i.group_sizes)
@@ -235,7 +243,8 @@ def z_alone(bind: Callable) -> Callable:
     """Return the implementation of `expert_z` that uses the kernel of `expert_up`, without a."""
 
     def bind_z(i: ZInputs) -> Callable:
-        launch = bind(UpInputs(*i, True, 0, None), write_a=False)
+        *inputs, guests = i
+        launch = bind(UpInputs(*inputs, True, 0, None, guests), write_a=False)
         return lambda z, i: launch((z, None), i)
 
     functools.update_wrapper(bind_z, bind)  # and what it takes and fits
@@ -248,7 +257,7 @@ def z_alone(bind: Callable) -> Callable:
 def save_expert_up(ctx, i: UpInputs, output):
     ctx.x_shape = i.x.shape
     x = i.x if ctx.needs_input_grad[1] else None
-    ctx.save_for_backward(x, i.gate_up, i.order, i.rank, i.group_sizes)
+    ctx.save_for_backward(x, i.gate_up, i.guests, i.order, i.rank, i.group_sizes)
     # the main gradient is not saved as a tensor: other backward passes may add to it first
     ctx.rest = None if i.bias is None else i.bias.dtype, i.row_bytes, i.main_grad
     ctx.set_materialize_grads(False)
@@ -257,28 +266,39 @@ def save_expert_up(ctx, i: UpInputs, output):
 def backward_expert_up(ctx, dz, da):
     # da is always None: expert_down gives the whole gradient to z
     with late():
-        saved = saved_tensors(ctx)
-    dx, dw, dbias = up_gradients(ctx.needs_input_grad[:3], dz, *saved, *ctx.rest)
+        x, gate_up, guests, *routing = saved_tensors(ctx)
+    needs = ctx.needs_input_grad[:3]
+    dx, dw, dbias = up_gradients(needs, dz, x, gate_up, *routing, *ctx.rest, guests=guests)
     return gradients(UpInputs, x=dx, gate_up=dw, bias=dbias)
+
+
+def add_to_gate_up(x: Tensor, dz: Tensor, group_sizes: Tensor, order: Tensor, top_k: int) -> None:
+    """Add the gradient of the guests' gate_up to that which travels home."""
+    to, _ = guest_gradients.get()
+    add_guest_gradient(None if to is None else to.mT, x, dz, group_sizes, order, top_k)
 
 
 def up_gradients(
     needs, dz, x, gate_up, order, rank, group_sizes, bias_dtype, row_bytes, main_grad,
-    of_weight=weight_gradient,
+    of_weight=weight_gradient, guests=None,
 ) -> tuple:  # fmt: skip
     """Return the gradients of x, gate_up and bias, as `needs` says; the largest is computed last.
 
-    `of_weight` is the product for gate_up, the only one that reads x, which may still be on its way.
+    `of_weight` is the product for gate_up, and with that for the `guests` the only one that reads x, which
+    may still be on its way.
     """
     dx = dw = dbias = None
     if needs[0]:
-        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes)
+        dx = gmm_unpermute_op(dz, gate_up, group_sizes, None, order, rank, None, row_bytes, guests)
     if needs[2]:
         dbias = group_sum(dz, group_sizes).to(bias_dtype)
     if needs[1]:
         main_grad = None if main_grad is None else main_grad.mT
-        dw = of_weight(gate_up.mT, main_grad, arrived(x), dz, group_sizes, order, rank.shape[1])
+        x, plan = arrived(x), (order, rank.shape[1])
+        dw = of_weight(gate_up.mT, main_grad, x, dz, own_sizes(group_sizes, gate_up, guests), *plan)
         dw = None if dw is None else dw.mT
+        if guests is not None:
+            add_to_gate_up(x, dz, group_sizes, *plan)
     return dx, dw, dbias
 
 

@@ -43,6 +43,7 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from ..base.lent import all_weights, matrix_of, own_part, unit_with
 from ..base.sources import leaving
 from ..base.tile import (
     PERSISTENT,
@@ -60,7 +61,6 @@ from ..base.tile import (
     row_tiles,
     swizzle,
     tile_options,
-    unit_of,
     walk,
     with_boxes,
 )
@@ -100,6 +100,7 @@ class GroupedIntoInputs(NamedTuple):
     tile: tuple[int, ...] = ()
     programs: int = 0
     starts: Tensor | None = None  # (G,): where groups begin, in ascending order; None: where one ends
+    guests: Tensor | None = None  # (guests, K, N): the matrices of further groups, see base/lent.py
 
 
 # gmm: reference
@@ -116,6 +117,7 @@ def gmm_reference(i: GroupedInputs) -> Tensor:
 
 
 def fill_gmm_into(i: GroupedIntoInputs) -> None:
+    i = i._replace(rhs=all_weights(i.rhs, i.guests), guests=None)
     if i.starts is None:
         return fill_gmm(i.existing_out, i, zero_rest=False)
     for g, (start, size) in enumerate(torch.stack([i.starts, i.group_sizes], 1).tolist()):
@@ -131,14 +133,16 @@ def fill_gmm_into(i: GroupedIntoInputs) -> None:
 @jit_kernel
 def gmm_kernel(
     x_ptr,  # (M, K)
-    w_ptr,  # (G, K, N), or its descriptor where there are BOXES
+    w_ptr,  # (own, K, N), or its descriptor where there are BOXES
+    guests_ptr,  # (G - own, K, N) or None: see `matrix_of`
     bias_ptr,  # (G, N) or None
     out_ptr,  # (M, N)
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
-    M, N, K, G,
+    counts,  # M, G, and own of the G
+    N, K,
     x_strides,  # m, k
-    w_strides,  # g, k, n
+    w_strides,  # g, k, n, and g of the guests'
     bias_strides,  # g, n
     out_strides,  # m, n
     ZERO_REST: tl.constexpr, PERSISTENT: tl.constexpr, ONE_LOOP: tl.constexpr, BOXES: tl.constexpr,
@@ -147,8 +151,9 @@ def gmm_kernel(
     PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
+    M, G, own = counts
     x_stride_m, x_stride_k = x_strides
-    w_stride_g, w_stride_k, w_stride_n = w_strides
+    w_stride_g, w_stride_k, w_stride_n, guests_stride = w_strides
     tiles_n = tl.cdiv(N, BLOCK_N)
     ends, tiles = list_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     tiles_m = tl.max(tiles, 0)
@@ -179,7 +184,8 @@ def gmm_kernel(
             acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
         x_base = x_ptr + row * x_stride_m
         if BOXES is None:
-            w_base = w_ptr + group.to(tl.int64) * w_stride_g + first.to(tl.int64) * w_stride_n
+            w_base = matrix_of(w_ptr, guests_ptr, group, own, w_stride_g, guests_stride, UNIT)
+            w_base += first.to(tl.int64) * w_stride_n
         # steps change no pointers, so that the compiler can make one loop of both
         acc = acc.T if TRANSPOSED else acc
         for step in range(0, tl.cdiv(K, BLOCK_K)):
@@ -209,6 +215,8 @@ SHORT = 2048  # the longest sums of one loop without boxes, see `suits_one_loop`
 
 
 def check_gmm(i: GroupedInputs | GroupedIntoInputs) -> None:
+    if isinstance(i, GroupedIntoInputs):
+        i = own_part(i, "rhs", "group_sizes", "bias", "starts")
     size = check_fields(i)
     G, N = size["G"], size["N"]
     check_size("group_sizes is ({},)", size["groups"], "rhs is (G={}, K, N)", G)
@@ -260,11 +268,12 @@ def suits_one_loop(
 
 
 def bind_grouped(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into: bool = False) -> Callable:
-    (M, _), (G, K, N) = i.lhs.shape, i.rhs.shape
+    (M, _), (own, K, N), G = i.lhs.shape, i.rhs.shape, i.group_sizes.shape[0]
+    guests = i.guests if into else None
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
-    unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)
+    unit, guests_stride = unit_with(guests, (N, K), i.lhs, i.rhs, out_strides)
     out_dtype = i.existing_out.dtype if into else i.dtype or i.lhs.dtype
-    boxes = boxes_of(i.rhs.mT, unit)
+    boxes = boxes_of(i.rhs.mT, unit) if guests is None else None
     one_loop = suits_one_loop(i, config, unit, out_dtype, out_strides, boxes is not None)
     boxes = boxes if one_loop and K > SHORT else None  # no faster for shorter sums
     tiles = row_tiles(M, G, config.block_m) * cdiv(N, config.block_n)
@@ -274,13 +283,13 @@ def bind_grouped(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
         UNIT=unit, BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
     )  # fmt: skip
-    bias_strides = (0, 0) if i.bias is None else i.bias.stride()
-    numbers = M, N, K, G, i.lhs.stride(), i.rhs.stride(), bias_strides, out_strides
+    bias_strides, w_strides = (0, 0) if i.bias is None else i.bias.stride(), (*i.rhs.stride(), guests_stride)
+    numbers = (M, G, own), N, K, i.lhs.stride(), w_strides, bias_strides, out_strides
 
     def launch(out, i):
-        starts, w = i.starts if into else None, i.rhs
+        (starts, lent), w = (i.starts, i.guests) if into else (None, None), i.rhs
         w = w if boxes is None else with_boxes(w.mT, boxes, config)
-        kernel(i.lhs, w, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
+        kernel(i.lhs, w, lent, i.bias, out, i.group_sizes.contiguous(), starts, *numbers)
 
     return launch
 
@@ -392,18 +401,28 @@ class GmmUnpermuteInputs(NamedTuple):
     rank: Annotated[Index, "T, k"]
     routing_weights: Annotated[Float, "T, k"] | None
     row_bytes: int | torch.SymInt  # the most for the rows of the product
+    guests: Tensor | None = None  # (guests, K, N): the matrices of further groups, see base/lent.py
 
     def columns(
         self, n: slice, rows: Tensor, group_sizes: Tensor, starts: Tensor | None
     ) -> GroupedIntoInputs:
         """Return the inputs of `gmm_into` for some columns of the rows, and for these groups."""
-        bias = None if self.bias is None else self.bias[:, n]
-        return GroupedIntoInputs(rows, self.x, self.w[:, :, n], group_sizes, bias, starts=starts)
+        bias, guests = (None if t is None else t[..., n] for t in (self.bias, self.guests))
+        w = self.w[:, :, n]
+        return GroupedIntoInputs(rows, self.x, w, group_sizes, bias, starts=starts, guests=guests)
+
+    def rows(self) -> Tensor:
+        """Return the rows of the product, by the reference."""
+        w = all_weights(self.w, self.guests)
+        return gmm_reference(GroupedInputs(self.x, w, self.group_sizes, self.bias))
+
+
+def new_gmm_unpermute(i: GmmUnpermuteInputs) -> Tensor:
+    return new_routed(own_part(i, "w", "group_sizes", "bias"), "T", "N")
 
 
 def gmm_unpermute_reference(i: GmmUnpermuteInputs) -> Tensor:
-    rows = gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias))
-    return unpermute_reference(UnpermuteInputs(rows, i.order, i.rank, i.routing_weights))
+    return unpermute_reference(UnpermuteInputs(i.rows(), i.order, i.rank, i.routing_weights))
 
 
 # gmm_unpermute: launcher
@@ -447,7 +466,7 @@ def bind_token_sum(
 
 
 gmm_unpermute_op = define_op(
-    "gmm_unpermute", GmmUnpermuteInputs, new=lambda i: new_routed(i, "T", "N"),
+    "gmm_unpermute", GmmUnpermuteInputs, new=new_gmm_unpermute,
     reference=gmm_unpermute_reference, triton=bind_gmm_unpermute,
 )  # fmt: skip
 
@@ -468,7 +487,7 @@ class GmmUnpermuteAddInputs(extended("GmmUnpermuteAddInputs", GmmUnpermuteInputs
 
 
 def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
-    expected = new_routed(i.product(), "T", "N")
+    expected = new_gmm_unpermute(i.product())
     if (i.out.shape, i.out.dtype) != (expected.shape, expected.dtype) or not i.out.is_contiguous():
         raise ValueError(
             f"out must be contiguous, {expected.dtype} and (T, N) = {tuple(expected.shape)}, "
@@ -478,7 +497,7 @@ def check_gmm_unpermute_add(i: GmmUnpermuteAddInputs) -> None:
 
 
 def add_gmm_unpermute(i: GmmUnpermuteAddInputs) -> None:
-    rows = wide(gmm_reference(GroupedInputs(i.x, i.w, i.group_sizes, i.bias)))
+    rows = wide(i.product().rows())
     sums = unpermute_reference(UnpermuteInputs(rows, i.order, i.rank, i.routing_weights))
     added = (i.rank == ELSEWHERE.value).any(1, keepdim=True)
     sums += wide(i.out).where(added, 0)

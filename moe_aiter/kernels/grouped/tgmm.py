@@ -96,6 +96,7 @@ class TgmmIntoInputs(NamedTuple):
     sums_of_y: bool = False
     tile: tuple[int, ...] = ()  # the numbers of a tile, in place of the tables'
     programs: int = 0  # as for `walk`
+    first: int = 0  # of the groups of the result; `group_sizes` has those before it too
 
 
 # products in torch, group by group
@@ -149,12 +150,13 @@ def fill_gmm(out: Tensor, i, zero_rest: bool = True) -> None:
         rest.zero_()
 
 
-def fill_tgmm(out: Tensor, i: TgmmInputs, accumulate: bool = False) -> None:
+def fill_tgmm(out: Tensor, i: TgmmInputs, accumulate: bool = False, first: int = 0) -> None:
     x, y = operands_of(i)
     if x.dtype != out.dtype:  # all groups at once, whose float32 result is then written in place
         x, y = widened(out, x, y)
     product, ends = chosen(out, x, None), group_ends(i.group_sizes, len(x))
-    for o, a, b in zip(out.unbind(), x.tensor_split(ends), y.tensor_split(ends), strict=False):
+    parts = zip(x.tensor_split(ends)[first:], y.tensor_split(ends)[first:], strict=True)
+    for o, (a, b) in zip(out.unbind(), parts, strict=False):
         if len(a):
             product(o, a.T, b, o if accumulate else None)
         elif not accumulate:
@@ -173,7 +175,8 @@ def fill_tgmm_sums(outs: tuple[Tensor, Tensor], i: TgmmSumsInputs) -> None:
 
 
 def fill_tgmm_into(i: TgmmIntoInputs) -> None:
-    fill_tgmm(i.existing_out, TgmmInputs(i.x, i.y, i.group_sizes, i.order, i.top_k, False), i.accumulate)
+    inputs = TgmmInputs(i.x, i.y, i.group_sizes, i.order, i.top_k, False)
+    fill_tgmm(i.existing_out, inputs, i.accumulate, i.first)
     if i.bias_grad is not None:
         rows, order, top_k = (i.y, None, 1) if i.sums_of_y else (i.x, i.order, i.top_k)
         i.bias_grad.copy_(group_sum_reference(GroupSumInputs(rows, i.group_sizes, order, top_k, None)))
@@ -275,6 +278,7 @@ def tgmm_kernel(
     PERSISTENT: tl.constexpr, BOX: tl.constexpr, UNIT: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_DIES: tl.constexpr, PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,  # groups before the G of the result, which have rows alone
 ):  # fmt: skip
     N, K, x_strides, y_strides, out_strides = in_units((N, K, x_strides, y_strides, out_strides), UNIT)
     # here BLOCK_M x BLOCK_N is a tile of out[g] (K, N), and BLOCK_K rows are summed over at a time
@@ -284,7 +288,7 @@ def tgmm_kernel(
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
         tile_k, tile_n = swizzle(tile, G * tiles_k, tiles_n, GROUP_M, NUM_DIES)
         group = tile_k // tiles_k
-        row, row_end = group_rows(group, group_sizes_ptr, M, BLOCK_G)
+        row, row_end = group_rows(group + FIRST, group_sizes_ptr, M, BLOCK_G)
         k = tile_k % tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if sums_ptr is not None:
@@ -347,6 +351,9 @@ def new_tgmm_sums(i: TgmmSumsInputs) -> tuple[Tensor, Tensor]:
 def check_tgmm_into(i: TgmmIntoInputs) -> None:
     out, sums = i.existing_out, i.bias_grad
     G, K, N = shape_of_tgmm(i)
+    if not 0 <= i.first <= G or (i.first and (sums is not None or not i.accumulate)):
+        raise ValueError(f"first={i.first} of {G} groups: such a result is accumulated, without a bias_grad")
+    G -= i.first
     check_sum("out", out, (G, K, N))
     if sums is not None:
         axes, expected = ("(G, N)", (G, N)) if i.sums_of_y else ("(G, K)", (G, K))
@@ -394,7 +401,7 @@ def bind_tgmm_into(i: TgmmIntoInputs) -> Callable:
     product = bind_gathered(
         i.x, i.y, i.group_sizes, i.order, i.top_k, i.existing_out.stride(), accumulate=i.accumulate,
         sums_strides=(0, 0) if i.bias_grad is None else i.bias_grad.stride(), sums_of_y=i.sums_of_y,
-        tile=i.tile, programs=i.programs,
+        tile=i.tile, programs=i.programs, first=i.first,
     )  # fmt: skip
     return lambda out, i: product(out, i.x, i.y, i.group_sizes, i.order, i.bias_grad)
 
@@ -423,14 +430,15 @@ def gathers_first(x: Tensor, y: Tensor, groups: int) -> bool:
 
 def bind_gathered(
     x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
-    *, sums_of_y: bool = False, **options,
+    *, sums_of_y: bool = False, first: int = 0, **options,
 ) -> Callable[..., None]:  # fmt: skip
     """Return `product(out, x, y, group_sizes, order, sums)` for a result with elements (G, K, N).
 
     Where the rows of x are gathered first, that is done for a slice of their columns at a time.
     """
     (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
-    if order is None or not gathers_first(x, y, G):
+    options["first"] = first  # rows of groups before it need not be gathered
+    if order is None or first or not gathers_first(x, y, G):
         how = {"gathers": order is not None, "top_k": top_k, "sums_of_y": sums_of_y}
         return bind_outer(x, y, group_sizes, out_strides, **how, **options)
     column_bytes = M * x.element_size()
@@ -457,7 +465,7 @@ def bind_gathered(
 def bind_outer(
     x: Tensor, y: Tensor, group_sizes: Tensor, out_strides: Sequence[int],
     *, gathers: bool = False, top_k: int = 1, accumulate: bool = False, sums_strides: Sequence[int] = (0, 0),
-    sums_of_y: bool = False, tile: Sequence[int] = (), programs: int = 0, fresh: bool = False,
+    sums_of_y: bool = False, tile: Sequence[int] = (), programs: int = 0, fresh: bool = False, first: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
     """Return `product(out, x, y, group_sizes, order, sums)` for a result with elements (G, K, N).
 
@@ -467,12 +475,13 @@ def bind_outer(
     if k == 1 != n and x.stride(1) == 1 and not gathers and not tile:
         turned = bind_outer(  # out.mT = y.T @ x, whose tiles are written row by row
             y, x, group_sizes, (g, n, k), accumulate=accumulate, sums_strides=sums_strides,
-            sums_of_y=not sums_of_y, programs=programs, fresh=fresh,
+            sums_of_y=not sums_of_y, programs=programs, fresh=fresh, first=first,
         )  # fmt: skip
         return lambda out, x, y, group_sizes, _, sums=None: turned(out.mT, y, x, group_sizes, None, sums)
-    (M, N), K, G = y.shape, x.shape[1], group_sizes.shape[0]
+    (M, N), K, all_groups = y.shape, x.shape[1], group_sizes.shape[0]
+    G = all_groups - first
     # the pipeline spends stages on the indices, so gathering has rows of its own
-    config, amd = choose_tile(tile, "tgmm_gather" if gathers else "tgmm", x.dtype, M, N, K, G)
+    config, amd = choose_tile(tile, "tgmm_gather" if gathers else "tgmm", x.dtype, M, N, K, all_groups)
     grid, persistent = walk(G * cdiv(K, config.block_m) * cdiv(N, config.block_n), programs, group_sizes)
     rows_last = x.stride(0) == 1 != x.stride(1)
     unit = unit_of((N, K, M if rows_last else 0), x.stride(), y.stride(), out_strides)
@@ -480,7 +489,8 @@ def bind_outer(
     box = fresh and n == 1 and config.block_n <= NARROW and has_tma(unit, x.itemsize)
     kernel = bind_kernel(
         tgmm_kernel, grid, TOP_K=top_k, ACCUMULATE=accumulate, SUMS_OF_Y=sums_of_y, ROWS_LAST=rows_last,
-        PERSISTENT=persistent, BOX=box, UNIT=unit, BLOCK_G=next_power_of_2(G), **tile_options(config, amd),
+        PERSISTENT=persistent, BOX=box, UNIT=unit, BLOCK_G=next_power_of_2(all_groups), FIRST=first,
+        **tile_options(config, amd),
     )  # fmt: skip
     numbers = M, N, K, G, x.stride(), y.stride(), out_strides, sums_strides
 
@@ -542,6 +552,13 @@ def weight_gradient(w, main_grad, x, y, group_sizes, order=None, top_k=1) -> Ten
     columns_first = w.stride(1) < w.stride(2)
     dw = tgmm_op(x, y, group_sizes, order, top_k, columns_first)
     return dw.mT if columns_first else dw
+
+
+def add_guest_gradient(to: Tensor | None, x, y, group_sizes, order=None, top_k=1) -> None:
+    """Add `tgmm` of the last groups, those of guests, to `to` (G, K, N), one of `guest_gradients`."""
+    if to is not None:
+        rows = TgmmIntoInputs(to, x, y, group_sizes, order, top_k, first=len(group_sizes) - len(to))
+        tgmm_into_op(*rows)
 
 
 def weight_and_bias_gradient(w, x, y, group_sizes) -> tuple[Tensor, Tensor]:

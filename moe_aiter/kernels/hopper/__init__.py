@@ -131,13 +131,22 @@ def fits_product(x: Tensor, w: Tensor) -> bool | No:
     return by_tma(x) and weight_by_tma(w) and in_eights(w.shape[2], "N")
 
 
+def fits_guests(i) -> bool | No:
+    """Whether a program has room for the groups of guests too, and TMA can address their matrices."""
+    if i.guests is None:
+        return True
+    room = i.group_sizes.shape[0] <= MAX_GROUPS or No(f"there are more than {MAX_GROUPS} experts and guests")
+    return room and weight_by_tma(i.guests)
+
+
 def fits_gmm(i) -> bool | No:
     return fits_product(i.lhs, i.rhs) and i.dtype in (None, i.lhs.dtype) and not i.tile
 
 
 def fits_gmm_into(i) -> bool | No:
     out = i.existing_out
-    return fits_product(i.lhs, i.rhs) and out.dtype == i.lhs.dtype and not i.tile and by_tma(out)
+    fit = fits_product(i.lhs, i.rhs) and out.dtype == i.lhs.dtype and not i.tile and by_tma(out)
+    return fit and fits_guests(i)
 
 
 def fits_segments(i) -> bool | No:
@@ -148,12 +157,12 @@ def fits_segments(i) -> bool | No:
 def fits_expert_up(i) -> bool | No:
     N = i.gate_up.shape[1] // get_activation(i.activation).projections
     fit = by_tma(i.x) and weight_by_tma(i.gate_up) and small(i.x)
-    return fit and i.order.numel() > 0 and in_eights(N, "I")
+    return fit and i.order.numel() > 0 and in_eights(N, "I") and fits_guests(i)
 
 
 def fits_down_grad(i) -> bool | No:
     fit = by_tma(i.dout, i.z) and weight_by_tma(i.down) and small(i.dout)
-    return fit and in_eights(i.down.shape[2], "I")
+    return fit and in_eights(i.down.shape[2], "I") and fits_guests(i)
 
 
 def fits_up_fp8(i) -> bool | No:

@@ -218,7 +218,8 @@ def finish(tiles, queue, handoff, grads):
 def down_grad_kernel(
     dout_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, as LAYOUT says
+    w_desc,  # the weights of `own` experts, as LAYOUT says
+    guests_desc,  # those of the other groups, or None
     z_desc,  # (M, width), ragged, in pieces where gates come before ups
     dz_ptr,  # (M, width)
     a_ptr,  # (M, N) or None
@@ -228,7 +229,7 @@ def down_grad_kernel(
     starts_ptr,  # (G,) or None: see `group_ends`
     dout_scale_ptr,  # (M,) float32, or None
     w_scale_ptr,  # (G, N) float32, or None
-    M, G,
+    counts,  # M, G, and own of the G
     N,  # in units of 8
     K,  # in units of 8
     dout_stride,  # in units of 16 bytes
@@ -240,6 +241,7 @@ def down_grad_kernel(
     PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     SPAN: gl.constexpr = SUMS[0]
+    M, G, own = counts
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     PROJECTIONS: gl.constexpr = 1 if UP is None else 2
     WIDTH: gl.constexpr = LINE // 2 if INTERLEAVED else LINE
@@ -254,7 +256,7 @@ def down_grad_kernel(
     ring = make_ring(a, b, True, STAGES)
     handoff = make_handoff(z_desc.dtype, [BLOCK_M, BLOCK_N], WIDTH, TILE)
     queue = make_queue(CONSUMERS + 1)  # and the finisher
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, guests_desc, own, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     PIECES: gl.constexpr = 1 if INTERLEAVED else PROJECTIONS
@@ -290,8 +292,8 @@ def down_grad_kernel(
 def bind_down_grad(i, blocks: bool = False) -> Callable:
     """Bind `expert_down_grad`.  dout and down may have 8 bits, the latter K-major: then `launch` is given the
     scales, float32, of the rows (R,) and of the weights (E, I), or of `blocks` of both."""
-    (E, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
-    need_a = i.need_a
+    (own, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
+    E, need_a = i.group_sizes.shape[0], i.need_a
     c = tuning.lookup(f"hopper_down_grad{kind_of(i.dout)}", i.dout.dtype, R, N, K, E)
     pieces = 1 if i.interleaved else act.projections
     buffers = c.block_m * c.block_n + SLOTS.value * pieces * STRIP.value * LINE.value
@@ -305,16 +307,16 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
         WEIGHTS=(weights_layout(i.down), K % c.block_k == 0), BLOCK_G=block_g(E),
         SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    sizes = R, E, N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16
-    sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())
+    sizes = (R, E, own), N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16
+    sum_columns, box = bind_add_partial_sums(tiles_n, R, i.rank.numel()), (c.block_n, c.block_k)
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
-        w_desc = weights_descriptor(i.down, c.block_n, c.block_k)
+        w, guests = (w if w is None else weights_descriptor(w, *box) for w in (i.down, i.guests))
         z_desc = ragged_descriptor(i.z, STRIP.value, LINE.value, pieces=pieces)
         s = i.routing_weights.float().contiguous()
-        tensors = i.dout, i.order.contiguous(), w_desc, z_desc, dz, a if need_a else None, s, partial_sums
+        tensors = i.dout, i.order.contiguous(), w, guests, z_desc, dz, a if need_a else None, s, partial_sums
         for group_sizes, starts in arriving(i.group_sizes):
             launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
         sum_columns(partial_sums, i.rank, ds)

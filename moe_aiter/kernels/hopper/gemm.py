@@ -314,7 +314,7 @@ def gemm_kernel(
         turns = make_barriers(CONSUMERS, 1)
     else:
         turns: gl.constexpr = None
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, None, B, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     rows = gl.cdiv(M, BLOCK_M)
     tiles = Tiles(B * rows, gl.cdiv(N, BLOCK_N), B, GROUP_M, PROGRAMS)
     c_matrix, c_row, c_column = c_strides

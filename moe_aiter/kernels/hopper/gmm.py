@@ -37,6 +37,7 @@ from .schedule import Tiles, find_groups, find_masked_groups, make_queue
 def gmm_kernel(
     x_desc,  # (M, K)
     w_desc,  # W weights (N, K)
+    guests_desc,  # those of the groups from `own` on, or None
     numbers_ptr,  # (G,) the weight of each group, or None
     bias_ptr,  # (G, N) or None
     out_desc,  # (M, N), ragged
@@ -47,7 +48,7 @@ def gmm_kernel(
     w_scale_stride,  # of its groups
     M, G,
     W,  # or None where a group's weight is its own number
-    N, K, ZERO_REST: gl.constexpr,
+    own, N, K, ZERO_REST: gl.constexpr,
     INDPTR: gl.constexpr,  # group 0 has the rows before the first segment, and no weight
     LAYOUT: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
@@ -60,7 +61,7 @@ def gmm_kernel(
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, guests_desc, own, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, INDPTR, ZERO_REST, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     scales = Scales(x_scale_ptr, 0, 1, w_scale_ptr, w_scale_stride, 1, M, SUMS[1])
@@ -121,15 +122,15 @@ def bind_gmm(i) -> Callable:
 def bind_gmm_into(i) -> Callable:
     sizes, dtype = (*i.lhs.shape, i.group_sizes.shape[0]), i.existing_out.dtype
     product = bind_product(i.lhs, i.rhs, sizes, dtype, programs=i.programs, zero_rest=False)
-    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias, starts=i.starts)
+    return lambda out, i: product(out, i.lhs, i.rhs, i.group_sizes, i.bias, starts=i.starts, guests=i.guests)
 
 
 def bind_product(
     x: Tensor, w: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype,
     *, programs: int = 0, zero_rest: bool = True, indptr: bool = False, blocks: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale, starts)` for M, K and G of
-    these sizes and a result of this dtype.  x may have other rows than the x that the product is given.
+    """Return `product(out, x, w, group_sizes, bias, numbers, x_scale, w_scale, starts, guests)` for M, K and
+    G of these sizes and a result of this dtype.  x may have other rows than the x that the product is given.
 
     With `numbers` (G,), group g has the matrix numbers[g] of w (W, K, N), or of zeros where there is none.
     Rows past the groups become zeros, or without `zero_rest` stay as they are.  x and w of 8 bits, the
@@ -148,13 +149,16 @@ def bind_product(
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
-    def product(out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None):
+    def product(
+        out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None, guests=None
+    ):  # fmt: skip
         kernel(
             descriptor(x, c.block_m, c.block_k), weights_descriptor(w, c.block_n, c.block_k),
+            None if guests is None else weights_descriptor(guests, c.block_n, c.block_k),
             None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
             ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
             starts, x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
-            M, G, None if numbers is None and not indptr else W, N, K,
+            M, G, None if numbers is None and not indptr else W, W, N, K,
         )  # fmt: skip
 
     return product
@@ -210,7 +214,7 @@ def masked_gmm_kernel(
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     ring = make_ring(a, b, False, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, "rows")
+    weights = Weights(w_desc, None, G, N, K, BLOCK_N, BLOCK_K, "rows")
     scales = Scales(x_scale_ptr, x_scale_strides[0], x_scale_strides[1],
                     w_scale_ptr, w_scale_strides[0], w_scale_strides[1], M, False)  # fmt: skip
     groups, rows = find_masked_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M)

@@ -115,10 +115,13 @@ class Weights:
     gate_up_rows      (G, 2, N, K)    (1, 2, BLOCK_N // 2, BLOCK_K): gate and up of the same channels
     gate_up_columns   (G, 2, K, N)    (1, 2, BLOCK_K, BLOCK_N // 2): the same; LINE gates and LINE ups in turn
 
-    TMA clips a box where its matrix ends, and fills the rest with zeros.
+    TMA clips a box where its matrix ends, and fills the rest with zeros.  With `guests`, groups from `own` on
+    have the matrices of another tensor, of the same kind: see ../base/lent.py.
     """
 
     desc: tma.tensor_descriptor
+    guests: object  # a descriptor, or None
+    own: Number
     N: Number
     K: Number
     BLOCK_N: gl.constexpr
@@ -131,15 +134,25 @@ class Weights:
         BOX_LAYOUT: gl.constexpr = self.desc.layout
         ready = ring.ready.index(i % ring.STAGES)
         to = as_tile(ring.b.index(i % ring.STAGES), BOX, BOX_LAYOUT)
-        if self.LAYOUT == "rows":
-            at = [group, tile_n * self.BLOCK_N, k]
-        elif self.LAYOUT == "columns":
-            at = [group, k, tile_n * self.BLOCK_N]
-        elif self.LAYOUT == "gate_up_rows":
-            at = [group, 0, tile_n * (self.BLOCK_N // 2), k]
+        if self.guests is None:
+            tma_load(self.desc, self.place(group, tile_n, k), ready, to)
         else:
-            at = [group, 0, k, tile_n * (self.BLOCK_N // 2)]
-        tma_load(self.desc, at, ready, to)
+            lent = group >= self.own
+            tma_load(self.desc, self.place(group, tile_n, k), ready, to, pred=group < self.own)
+            tma_load(self.guests, self.place(group - self.own, tile_n, k), ready, to, pred=lent)
+
+    @gluon.jit
+    def place(self, matrix, tile_n, k):
+        """Return where the box of a tile begins."""
+        if self.LAYOUT == "rows":
+            at = [matrix, tile_n * self.BLOCK_N, k]
+        elif self.LAYOUT == "columns":
+            at = [matrix, k, tile_n * self.BLOCK_N]
+        elif self.LAYOUT == "gate_up_rows":
+            at = [matrix, 0, tile_n * (self.BLOCK_N // 2), k]
+        else:
+            at = [matrix, 0, k, tile_n * (self.BLOCK_N // 2)]
+        return at
 
     @gluon.jit
     def start(self, ring, i, group, tile_n, k):

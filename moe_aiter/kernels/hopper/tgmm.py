@@ -63,6 +63,7 @@ class Rows:
     ranks: object  # (BLOCK_G,) in shared memory, the position of each group by size, or None
     TOP_K: gl.constexpr
     BLOCK_G: gl.constexpr
+    FIRST: gl.constexpr  # group of the result; groups before it have rows alone
 
     @gluon.jit
     def choices(self, m, end):
@@ -80,7 +81,7 @@ class Rows:
         layout: gl.constexpr = warp_layout(self.BLOCK_G)
         g = gl.arange(0, self.BLOCK_G, layout=layout)
         size = clamped_sizes(self.group_sizes_ptr, g, self.M, self.G)
-        group = position
+        group = position + self.FIRST
         if self.ranks is not None:
             group = gl.sum(gl.where(self.ranks.load(layout) == position, g, 0), 0)
         first = gl.minimum(gl.sum(gl.where(g < group, size, 0), 0), self.M)
@@ -89,19 +90,27 @@ class Rows:
 
 
 @gluon.jit
-def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr):
+def sizes_from(group_sizes_ptr, g, M, G, FIRST: gl.constexpr):
+    size = clamped_sizes(group_sizes_ptr, g, M, G)
+    if FIRST > 0:
+        size = gl.where(g < FIRST, 0, size)
+    return size
+
+
+@gluon.jit
+def rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G: gl.constexpr, FIRST: gl.constexpr):
     """The position of each group, sorted by falling size; equal groups keep their order.
 
-    Returns how many groups have rows.
+    Returns how many groups have rows.  Groups before FIRST count as without rows.
     """
     STEP: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, STEP], [32, 1], [4, 1], [1, 0])
     g = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, layout))
     other = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))
-    size = clamped_sizes(group_sizes_ptr, g, M, G)[:, None]
+    size = sizes_from(group_sizes_ptr, g, M, G, FIRST)[:, None]
     rank = gl.zeros((BLOCK_G,), gl.int32, layout=gl.SliceLayout(1, layout))
     for first in range(0, BLOCK_G, STEP):
-        rival = clamped_sizes(group_sizes_ptr, first + other, M, G)[None, :]
+        rival = sizes_from(group_sizes_ptr, first + other, M, G, FIRST)[None, :]
         ahead = (rival > size) | ((rival == size) & ((first + other)[None, :] < g[:, None]))
         rank += gl.sum(ahead.to(gl.int32), 1)
     ranks.store(rank)
@@ -178,7 +187,7 @@ def tgmm_producer(
         tile = deal(turn, count, tiles.PROGRAMS)
         tile_k, tile_n = tiles.position(tile % per_group)
         group, first, end = rows.at_position(tile // per_group)
-        queue.put(turn // tiles.PROGRAMS, group, first, end, tile_n)
+        queue.put(turn // tiles.PROGRAMS, group - rows.FIRST, first, end, tile_n)
         k, n = tile_k * BLOCK_M, tile_n * BLOCK_N
         if rows.x_desc is None:
             i = gather_rows(rows, ring, i, first, end, k, n, BLOCK_M, BLOCK_K)
@@ -262,6 +271,7 @@ def tgmm_kernel(
     x_stride,  # in units of 16 bytes
     out_strides,  # g, k, n
     COLUMNS_FIRST: gl.constexpr, ACCUMULATE: gl.constexpr, TOP_K: gl.constexpr, BLOCK_G: gl.constexpr,
+    FIRST: gl.constexpr,  # groups before the result's, which have rows alone
     RANKED: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     STORES: gl.constexpr, PROGRAMS: gl.constexpr,
@@ -277,14 +287,16 @@ def tgmm_kernel(
         y_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
     )
     queue = make_queue(CONSUMERS)
-    ranks, written = None, G
+    ranks, written = None, G - FIRST
     if RANKED:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         ranks = gl.allocate_shared_memory(gl.int32, [BLOCK_G], flat)
-        with_rows = rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G)
+        with_rows = rank_groups(ranks, group_sizes_ptr, M, G, BLOCK_G, FIRST)
         if ACCUMULATE:
             written = with_rows
-    rows = Rows(x_desc, x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G)
+    rows = Rows(
+        x_desc, x_ptr, x_stride, order_ptr, y_desc, group_sizes_ptr, M, G, K, ranks, TOP_K, BLOCK_G, FIRST
+    )  # fmt: skip
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, K, N, COLUMNS_FIRST, ACCUMULATE)
     tiles = Tiles(gl.cdiv(K, BLOCK_M), gl.cdiv(N, BLOCK_N), written, GROUP_M, PROGRAMS)
@@ -330,7 +342,7 @@ def bind_tgmm_sums(i) -> Callable:
 
 def bind_tgmm_into(i) -> Callable:
     strides = i.existing_out.stride()
-    flags = {"accumulate": i.accumulate, "programs": i.programs}
+    flags = {"accumulate": i.accumulate, "programs": i.programs, "first": i.first}
     product = bind_outer_product(i.x, i.y, i.group_sizes, i.order, i.top_k, strides, **flags)
     add = None if i.bias_grad is None else bind_bias_grad(i)  # the consumers have no registers left for it
 
@@ -344,7 +356,7 @@ def bind_tgmm_into(i) -> Callable:
 
 def bind_outer_product(
     x: Tensor, y: Tensor, group_sizes: Tensor, order: Tensor | None, top_k: int, out_strides: Sequence[int],
-    *, accumulate: bool = False, programs: int = 0,
+    *, accumulate: bool = False, programs: int = 0, first: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
     """Return `product(out, x, y, group_sizes, order)`, where `out_strides` are those of (G, K, N), and `out`
     is (G, N, K) if the columns come first."""
@@ -358,7 +370,7 @@ def bind_outer_product(
     kernel = bind_kernel(
         tgmm_kernel, (programs,),
         COLUMNS_FIRST=columns_first and not accumulate, ACCUMULATE=accumulate, TOP_K=top_k,
-        BLOCK_G=block_g(G), RANKED=G <= MAX_RANKED,
+        BLOCK_G=block_g(G), FIRST=first, RANKED=G <= MAX_RANKED,
         A_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_m),
         B_LAYOUT=shared_layout(x.dtype, c.block_k, c.block_n),
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),

@@ -147,7 +147,8 @@ def up_consumer(
 def expert_up_kernel(
     x_ptr,  # (T, K)
     order_ptr,  # (M,)
-    w_desc,  # the weights of G experts, as LAYOUT says
+    w_desc,  # the weights of `own` experts, as LAYOUT says
+    guests_desc,  # those of the other groups, or None
     bias_ptr,  # (G, width) or None
     z_desc,  # (M, width), ragged
     a_desc,  # (M, N), ragged
@@ -155,7 +156,7 @@ def expert_up_kernel(
     starts_ptr,  # (G,) or None: see `group_ends`
     x_scale_ptr,  # (M,) float32 or None
     w_scale_ptr,  # (G, width) float32 or None
-    M, G,
+    counts,  # M, G, and own of the G
     N,  # in units of 8
     K,  # in units of 8
     x_stride,  # in units of 16 bytes
@@ -169,6 +170,7 @@ def expert_up_kernel(
 ):  # fmt: skip
     SPAN: gl.constexpr = SUMS[0]
     GATED: gl.constexpr = UP is not None
+    M, G, own = counts
     N, K = 8 * N, 8 * K  # the compiler sees that they are multiples
     LAYOUT: gl.constexpr = WEIGHTS[0]
     EVEN_K: gl.constexpr = WEIGHTS[1]
@@ -182,7 +184,7 @@ def expert_up_kernel(
     a_out = gl.allocate_shared_memory(a_desc.dtype, [CONSUMERS] + a_desc.block_type.shape, a_desc.layout)
     ring = make_ring(a, b, True, STAGES)
     queue = make_queue(CONSUMERS)
-    weights = Weights(w_desc, N, K, BLOCK_N, BLOCK_K, LAYOUT)
+    weights = Weights(w_desc, guests_desc, own, N, K, BLOCK_N, BLOCK_K, LAYOUT)
     CHANNELS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     groups, rows = find_groups(group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, False, False, starts_ptr)
     tiles = Tiles(rows, gl.cdiv(N, CHANNELS), G, GROUP_M, PROGRAMS)
@@ -212,7 +214,8 @@ def bind_expert_up(
 ) -> Callable:
     """Bind `expert_up`; x and gate_up may have 8 bits: then `dtype` is that of z and a, and `launch` is given
     the scales, float32, of the rows (R,) and of the weights (E, width), or of `blocks` of both."""
-    (E, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    (own, width, K), R, act = i.gate_up.shape, i.order.shape[0], get_activation(i.activation)
+    E = i.group_sizes.shape[0]
     N, write_z, interleaved = width // act.projections, i.save_z, i.interleaved
     op = f"hopper_up{'' if act.gated else '_plain'}{kind_of(i.x)}"
     c = tuning.lookup(op, i.x.dtype, R, width, K, E)
@@ -228,20 +231,22 @@ def bind_expert_up(
         TOP_K=i.rank.shape[1], BLOCK_G=block_g(E),
         SUMS=(span_of(i.x, c, dtype or i.x.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
-    sizes = R, E, N // 8, K // 8, i.x.stride(0) * i.x.itemsize // 16
+    sizes = (R, E, own), N // 8, K // 8, i.x.stride(0) * i.x.itemsize // 16
     a_box, z_box = (c.block_m // 2, c.store_n), (c.block_m // 2, c.store_n * (1 + interleaved))
     pieces = 2 if act.gated and not interleaved else 1
 
+    def boxes(w):
+        if paired and w is not None:
+            w = w.view(-1, N, 2, K).transpose(1, 2) if interleaved else w.view(-1, 2, N, K)
+        return None if w is None else weights_descriptor(w.mT, columns, c.block_k)
+
     def launch(out, i, scales=(None, None)):
-        (z, a), w = out, i.gate_up
-        if paired:
-            w = w.view(E, N, 2, K).transpose(1, 2) if interleaved else w.view(E, 2, N, K)
-        w_desc = weights_descriptor(w.mT, columns, c.block_k)
+        z, a = out
         # without an a, a shape of which nothing is written
         a_desc = ragged_descriptor(a if write_a else z, *a_box)
         z_desc = ragged_descriptor(z, *z_box, pieces=pieces) if write_z else a_desc
         order, bias = i.order.contiguous(), None if i.bias is None else i.bias.contiguous()
-        tensors = i.x, order, w_desc, bias, z_desc, a_desc
+        tensors = i.x, order, boxes(i.gate_up), boxes(i.guests), bias, z_desc, a_desc
         launch_passes(
             launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
             for group_sizes, starts in arriving(i.group_sizes)
