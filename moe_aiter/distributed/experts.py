@@ -56,15 +56,17 @@ from .guests import (
     AUTO,
     Guests,
     Lending,
+    apart,
     auto_guests,
     guest_bytes,
+    is_dense,
     lending_for,
     log_loans,
     split,
     way_of_lending,
 )
 from .node import NO_PASSES, Dispatched, in_passes
-from .overflow import WHOLE, add_output, can_add
+from .overflow import WHOLE, add_output, at_once, can_add
 from .slots import pad, window_rows
 from .transport import (
     ROUTING,
@@ -284,12 +286,9 @@ class ExpertDispatcher:
             assert_async(same, "the ranks have different numbers of tokens: see max_tokens")
         rank, s = routing.chunk(2, 1)
         own = rank.detach().view(kind), sizes[:, :-1], top_k, self.first, self.count
-        if lending is not None and guests is not None:
-            balanced = window_rows(rank.numel(), rank.numel() // self.ranks)
-            order, *others, _ = merge_plans(*own, balanced, last_first, shares, lending.guests)
-            guests.plan = RoutePlan(order, *(t[0] for t in others))
         rows = self.window_rows(rank.numel())
-        order, *others, spans = merge_plans(*own, rows, last_first, shares, 0)
+        borrowed = 0 if lending is None else lending.guests
+        order, *others, spans = merge_plans(*own, rows, last_first, shares, borrowed)
         plans = [RoutePlan(*parts) for parts in zip(order.split(rows), *others, strict=True)]
         # a copy: the weights may be saved, but a pool's memory is used again
         s = s.clone(memory_format=torch.contiguous_format).view(-1, top_k)
@@ -306,61 +305,63 @@ class ExpertDispatcher:
         """Compute all slots, and begin to send the sums home.
 
         `compute` is called in place of `passes`, with the tokens of all slots, their routing weights, the
-        windows that `overflow.py` does not compute, and the guests, unless `overflow.py` computes them.
+        windows that `overflow.py` does not compute, the guests, and whether kernels take both tensors of
+        weights at once.
         """
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
         adds = not recorded and can_add(experts, x)
+        adds = adds and (lending is None or all(map(is_dense, weights[:2])))  # guests lie as own experts do
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
         wire = Wire() if recorded else wire_of(experts)
         arrival = self.arrive(transport, x, s, plan, in_turn, lending, weights, wire)
         arriving, s, plans, every_span, guests = arrival
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
-        spans = every_span[..., : self.count] if in_turn else None
+        spans = every_span[..., : len(plans[0].group_sizes)] if in_turn else None
         slots = receive(arriving, wire.x, x) if spans is None else arriving.arrived[0]
         sums = transport.combine()
-        later = guests if adds else None
 
         def add(out: Tensor, passes: Iterable[Any] = WHOLE) -> None:
             assert isinstance(experts, Experts) and isinstance(slots, Tensor)  # as `can_add` says
-            add_output(out, experts, slots, s, others, weights, passes)
+            lent = () if guests is None else guests.weights()
+            add_output(out, experts, slots, s, others, at_once(x.dtype, weights, lent), passes)
 
-        def add_guests(out: Tensor) -> None:
-            assert isinstance(experts, Experts) and isinstance(slots, Tensor) and later is not None
-            add_output(out, experts, slots, s, [later.plan], later.weights())
-
-        adds_later = bool(others) or later is not None
-        rest = slots, s, plans, None if adds else guests
-        first, each = None if later is None else add_guests, add if others else None
-        with in_passes(spans, arriving, arriving, sums, first, each):
-            out = compute(*rest) if compute else self.passes(experts, *rest, weights)
-        if spans is not None and not (arriving.results and (sums.sent or not adds_later)):
+        with in_passes(spans, arriving, arriving, sums, add if others else None):
+            if compute is None:
+                lent = () if guests is None else guests.weights()
+                out = self.passes(experts, slots, s, plans, weights, lent, adds)
+            else:
+                out = compute(slots, s, plans, guests, adds)
+        if spans is not None and not (arriving.results and (sums.sent or not others)):
             raise RuntimeError(NO_PASSES)
         arriving.receive()  # on all ranks, also where nothing has read the tokens
         if not sums.sent:
             if others:
                 add(out)
-            if later is not None:
-                add_guests(out)
             sums.send(out)
-        return Ran(sums, s, others, spans, guests, adds_later, wire)
+        return Ran(sums, s, others, spans, guests, adds, wire)
 
     def passes(
         self, experts: LocalExperts, slots: Slots, s: Tensor, plans: Sequence[RoutePlan],
-        guests: Guests | None, weights: Sequence[Any], guest_weights: Sequence[Any] | None = None,
+        weights: Sequence[Any], lent: Sequence[Any], both: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the sum over the windows and the guests' rows, (R * T, H).
+        """Return the sum over the windows, (R * T, H), with the guests' weights that other ranks have `lent`.
 
-        What autograd records of any but the first window does not keep pre-activations.
+        What autograd records of any but the first window does not keep pre-activations.  `both`: kernels take
+        both tensors of weights, and there is one window.
         """
-        first, *others = plans
-        out = experts.compute(slots, s, first, weights)
-        turns = [(plan, weights, False) for plan in others]
-        if guests is not None:
-            turns.append((guests.plan, guests.weights() if guest_weights is None else guest_weights, True))
-        for plan, w, lent in turns:
+        if lent and both:
+            assert isinstance(experts, Experts)
+            return experts.compute(slots, s, plans[0], tuple(weights), guests=tuple(lent))
+        turns = [(plan, weights, False) for plan in plans]
+        if lent:
+            halves = [apart(plan, self.count, s.numel() // self.ranks) for plan in plans]
+            turns = [(own, weights, False) for own, _ in halves] + [(plan, lent, True) for _, plan in halves]
+        first, *others = turns
+        out = experts.compute(slots, s, first[0], weights)
+        for plan, w, of_guests in others:
             if has_rows(plan):
-                out = wide(out) + wide(experts.compute(slots, s, plan, w, save_z=False, lent=lent))
+                out = wide(out) + wide(experts.compute(slots, s, plan, w, save_z=False, lent=of_guests))
         return out.to(slots.dtype)
 
 
@@ -382,7 +383,7 @@ class Ran(NamedTuple):
     others: list[RoutePlan]  # the windows that `overflow.py` computes, in this order
     spans: Tensor | None  # of `Sources`, or None where products read all tokens at once
     guests: Guests | None
-    adds: bool  # whether `overflow.py` computes those windows, or guests
+    at_once: bool  # whether kernels take own experts and guests at once, and `overflow.py` those windows
     wire: Wire
 
 

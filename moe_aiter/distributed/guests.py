@@ -2,10 +2,12 @@
 
     lend_rows            from the numbers of rows, the same on all ranks: who computes which rows
     Guests.lend          weights of lent experts travel to guest slots of the borrowers
-    Guests.plan          the rows of guests, one more window: computed as those past the first one are, with
-                         the weights that have arrived
+    merge_plans          guests' rows come behind those of own experts, in the same windows
     Guests.gradients     in backward, gradients of guests' weights, in float32
     Guests.add_to        they travel home, and are added to its own in the order of the borrowers
+
+Kernels of `Experts` take the guests' weights as a second tensor (kernels/base/lent.py).  Where there are no
+such kernels, `apart` divides each window, and guests' rows are computed for themselves.
 
 Numbers of rows are known on the GPU alone, so all of this always runs; without a loan no weight travels.
 """
@@ -156,15 +158,26 @@ def is_dense(w: Tensor) -> bool:
     return all(stride == expected for (stride, _), expected in zip(axes, strides, strict=False))
 
 
+def apart(plan: RoutePlan, own: int, most: int) -> tuple[RoutePlan, RoutePlan]:
+    """Return the plans of a window's first groups, so many `own` ones, and of its guests, which have `most`
+    rows at most."""
+    order, rank, sizes = plan
+    first = sizes[:own].sum()
+    row = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    at = row[: min(most, len(order))] + first
+    lent = order[at.clamp(max=len(order) - 1).long()].where(at < len(order), -1)
+    return (
+        RoutePlan(order.where(row < first, -1), rank.where(rank < first, -1), sizes[:own]),
+        RoutePlan(lent, (rank - first).where(rank >= first, -1), sizes[own:]),
+    )
+
+
 class Guests:
     """The experts that this rank borrows for one call, and those of its own that it lends.
 
     guests_of     who borrows what, (R, G) of `lend_rows`
     own, build    what `split` returns for the weights of this rank's experts
-    plan          the rows of guests, in G groups
     """
-
-    plan: RoutePlan
 
     def __init__(
         self, transport: Transport, first: int, each: int, guests_of: Tensor, own: list[Tensor], build: Build
@@ -187,8 +200,9 @@ class Guests:
         """Return the guests' weights, once they are here."""
         return self.build(self.tensors())
 
-    def gradients(self, weights: Sequence[Any], needed: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(self, needed: Sequence[bool]) -> list[Tensor | None]:
         """Return zeros, to which the gradients of those weights that need one are added."""
+        weights = self.build(self.own)
         trained = [w if need else None for w, need in zip(weights, needed, strict=True)]
         sizes = [(w[0].numel(), sum_dtype(w)) for w in trained if w is not None]
         zeros, self.send_home = self.transport.gradients(self.guests_of, sizes)

@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from ..kernels.base.lent import guest_gradients
 from ..kernels.base.sources import by_source, travelling
 from ..kernels.experts.fp8 import QuantizedTokens, quantized_dout
+from ..kernels.experts.options import ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, version_of
 from ..routing.plan import RoutePlan
 from .guests import Guests, Lending, strides_of, with_strides
-from .overflow import add_dx, add_gradients, targets
+from .overflow import add_dx, add_gradients, at_once, targets
 from .transport import DOUT, Pass, Sources, Transport, X
 from .wire import Slots, parts_of, receive, send
 
@@ -43,11 +45,12 @@ class Saved:
 
     torch saves these tensors as those of the one node that `Dispatched` is, so that activation checkpointing
     and offloading treat them as usual.  A number stands for one of them.  A view stands for a part of what
-    has arrived, the slots and the weights of guests: in backward, `again` returns these as they arrive again,
-    and this object is what `travelling` of kernels/base/sources.py holds.
+    has arrived, the weights of guests and the slots: in backward, `lent` and `again` return these as they
+    arrive again, and this object is what `travelling` of kernels/base/sources.py holds.
     """
 
     again: Callable[[], Sequence[Tensor]]
+    lent: Callable[[], Sequence[Tensor]]
 
     def __init__(self, borrowed: Sequence[Tensor], slots: Slots):
         self.arrived, self.uses_slots, self.waits = (*borrowed, *parts_of(slots)), False, True
@@ -71,7 +74,7 @@ class Saved:
             return self.tensors[what]
         if what == View(self.borrowed, None) and not self.waits:
             return self.stand_in
-        whole = self.again()[what.of]
+        whole = self.part(what.of)
         if what.part is None:  # which in 8 bits has come without its numbers, and comes with them
             return whole
         shape, stride, offset = what.part
@@ -79,7 +82,11 @@ class Saved:
 
     def receive(self) -> Tensor:
         """Return the slots, once they have arrived."""
-        return self.again()[self.borrowed]
+        return self.again()[0]
+
+    def part(self, i: int) -> Tensor:
+        """Return what has arrived, by its number: guests' weights are here before the tokens."""
+        return self.lent()[i] if i < self.borrowed else self.again()[i - self.borrowed]
 
 
 class View(NamedTuple):
@@ -130,7 +137,7 @@ class Dispatched(torch.autograd.Function):
         transport.begin()
 
         def record(
-            slots: Slots, slots_s: Tensor, plans: Sequence[RoutePlan], guests: Guests | None
+            slots: Slots, slots_s: Tensor, plans: Sequence[RoutePlan], guests: Guests | None, at_once: bool
         ) -> Tensor:
             borrowed = [] if guests is None else guests.tensors()
             saved = ctx.saved = Saved(borrowed, slots)
@@ -144,24 +151,24 @@ class Dispatched(torch.autograd.Function):
                 leaves = [leaf(t, need) for t, need in zip(weights, needs, strict=True)]
                 lent = () if guests is None else guests.build(borrowed)
                 guest_leaves = [leaf(t, need) for t, need in zip(lent, needs, strict=False)]
-                out = dispatcher.passes(experts, slots, slots_s, plans, guests, leaves, guest_leaves)
+                out = dispatcher.passes(experts, slots, slots_s, plans, leaves, guest_leaves, at_once)
                 ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves, *guest_leaves)]
                 ctx.edge = get_gradient_edge(out)
             return out.detach()
 
         ran = dispatcher.run(transport, experts, x, s, plan, weights, lending, record)
-        sums, slots_s, others, spans, guests, adds, ctx.wire = ran
+        sums, slots_s, others, spans, guests, ctx.at_once, ctx.wire = ran
         ctx.dispatcher, ctx.experts, ctx.transport, saved = dispatcher, experts, transport, ctx.saved
         # DTensors hide from autograd that a weight has changed
         ctx.parameters = tuple(getattr(experts, "parameters", tuple)())
         ctx.versions = tuple(map(version_of, ctx.parameters))
-        ctx.needs, ctx.num_others, ctx.adds = needs, len(others), adds
-        rest = (slots_s, *weights, *itertools.chain(*others)) if adds else ()
-        own = () if guests is None else (guests.guests_of, *guests.plan, *guests.own)
+        ctx.needs, ctx.num_others = needs, len(others)
+        rest = (slots_s, *weights, *itertools.chain(*others)) if others else ()
+        own = () if guests is None else (guests.guests_of, *guests.own)
         ctx.build, ctx.num_own = None if guests is None else guests.build, len(own)
         ctx.strides = [] if guests is None else list(map(strides_of, guests.own))
         # tokens travel again on all ranks or on none, also where only one of them has further windows
-        several = adds or ctx.windows > 1 or guests is not None
+        several = bool(others) or ctx.windows > 1 or guests is not None
         kept = x if saved.uses_slots or several else None
         ctx.save_for_backward(kept, spans, *own, *rest, *saved.tensors)
         saved.arrived = ()
@@ -184,22 +191,21 @@ class Backward:
 
     def __init__(self, ctx: Any):
         self.experts, self.transport, self.needs, self.wire = ctx.experts, ctx.transport, ctx.needs, ctx.wire
-        self.saved, self.edge, self.edges, self.adds = ctx.saved, ctx.edge, ctx.edges, ctx.adds
+        self.saved, self.edge, self.edges, self.at_once = ctx.saved, ctx.edge, ctx.edges, ctx.at_once
         self.x, self.spans, *tensors = saved_tensors(ctx)
         own, tensors = tensors[: ctx.num_own], tensors[ctx.num_own :]
         self.guests = None
         if own:
-            guests_of, order, rank, sizes, *parts = own
+            guests_of, *parts = own
             where = self.transport, ctx.dispatcher.first, ctx.dispatcher.each
             parts = list(map(with_strides, parts, ctx.strides))
             self.guests = Guests(*where, guests_of, parts, ctx.build)
-            self.guests.plan = RoutePlan(order, rank, sizes)
-        if self.adds:
+        self.others: list[RoutePlan] = []
+        if ctx.num_others:
             self.slots_s, *self.weights = (tensors.pop(0) for _ in range(5))
             self.others = [RoutePlan(*(tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
         self.saved.tensors = tensors
-        self.lent: list[Tensor | None] = []  # gradients of guests' weights
-        self.ds_of_guests: Tensor | None = None
+        self.dlent: list[Tensor | None] = []  # gradients of guests' weights
 
     def gradients(self, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, the routing weights and the weights."""
@@ -211,23 +217,25 @@ class Backward:
             send(again, x, self.wire.again)
         if self.guests is not None:
             self.guests.lend()
+            self.dlent = self.guests.gradients(self.needs) if self.at_once else []
         transport.fetch(arriving, again)
         self.arriving, self.again = arriving, again
         self.saved.again = self.arrived
+        self.saved.lent = list if self.guests is None else self.guests.tensors
         known = [edge for edge in edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         found = receive(arriving, self.wire.dout, dout) if spans is None else arriving.arrived[0]
         dout, dout8 = (found, None) if isinstance(found, Tensor) else (found.x, found)
-        first = self.add_guests if self.adds and self.guests is not None else None
-        each = self.add_dx_of_windows if self.adds and self.others else None
-        products = in_passes(spans, arriving, again, sums, first, each)
+        products = in_passes(
+            spans, arriving, again, sums, self.add_dx_of_windows if self.others else None
+        )  # fmt: skip
         try:
-            with products, travelling.set(self.saved), quantized_dout.set(dout8):
+            with products, self.adding(), travelling.set(self.saved), quantized_dout.set(dout8):
                 computed = iter(torch.autograd.grad(self.edge, known, dout, **how))
         finally:
-            del self.saved.again
+            del self.saved.again, self.saved.lent
             self.saved.tensors = []
-        leaves = self.adds and edges[0] is not None
+        leaves = bool(self.others) and edges[0] is not None
         if spans is not None and not (arriving.results and (sums.sent or not leaves)):
             raise RuntimeError(NO_PASSES)
         arriving.receive()  # on all ranks, also where nothing has read what arrives
@@ -248,51 +256,44 @@ class Backward:
         if self.guests is not None and any(self.needs):
             if dx is None and ds is None:
                 transport.begin()  # no sum has brought a barrier
-            self.guests.add_to(targets(self.experts, dweights), self.lent)
+            self.guests.add_to(targets(self.experts, dweights), self.dlent)
         return dx, ds, *dweights
 
     def arrived(self) -> Sequence[Tensor]:
-        """Return what `Saved` has views of: the slots, and the weights of guests."""
+        """Return the slots of which `Saved` has views."""
         assert self.x is not None
-        borrowed = [] if self.guests is None or self.adds else self.guests.tensors()
-        return *borrowed, *parts_of(receive(self.again, self.wire.again, self.x))
+        return parts_of(receive(self.again, self.wire.again, self.x))
+
+    def adding(self) -> contextlib.AbstractContextManager[None]:
+        """Let products inside the block add the gradients of guests' weights to those that travel home."""
+        if self.guests is None or not self.at_once:
+            return contextlib.nullcontext()
+        return guest_gradients.set((self.dlent[0], self.dlent[1]))
+
+    def all_weights(self, dtype: torch.dtype) -> ExpertWeights:
+        """Return the weights of own experts and of guests."""
+        return at_once(dtype, self.weights, () if self.guests is None else self.guests.weights())
 
     def add_dx_of_windows(self, dx: Tensor, passes: Sequence[Pass]) -> None:
         """Add the other windows' part to the gradient of some tokens, before that of own rows is added."""
         tensors = self.arriving.arrived[0], self.experts, self.again.arrived[0], self.slots_s
-        add_dx(dx, *tensors, self.others, tuple(self.weights), passes)
+        add_dx(dx, *tensors, self.others, self.all_weights(dx.dtype), passes)
 
     def add_late(
         self, dx: Tensor | None, ds: Tensor | None, dweights: Sequence[Tensor | None],
         dguests: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
-        """Add the other windows' gradients, and the guests' unless they have been added."""
-        if self.adds:
-            self.add_windows([dx, ds, *targets(self.experts, dweights)])
-        if self.guests is not None and self.adds and not self.lent:
-            self.add_guests(dx)
-        elif self.guests is not None and not self.adds and any(self.needs):
-            self.lent = self.guests.gradients(self.guests.weights(), self.needs)
-            for to, d in zip(self.lent, dguests, strict=True):
-                if to is not None and d is not None:
-                    to.copy_(d)
-        if ds is not None and self.ds_of_guests is not None:
-            ds += self.ds_of_guests
-
-    def add_windows(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of guests' weights that autograd computed, and the other windows'."""
+        if self.guests is not None and not self.at_once:
+            self.dlent = self.guests.gradients(self.needs)
+        for to, d in zip(self.dlent, dguests, strict=False):
+            if to is not None and d is not None:
+                to.copy_(d)
         if self.others:
-            inputs = self.experts, *self.again.receive(), self.slots_s, self.others, self.weights
-            add_gradients(gradients, *self.arriving.receive(), *inputs)
-
-    def add_guests(self, dx: Tensor | None) -> None:
-        """Add the guests' part to the gradient of x, and compute the gradients of their weights.
-
-        Where the sums of each rank leave as they are computed, this comes before all windows.
-        """
-        if self.guests is None:
-            return
-        weights, needs_s = self.guests.weights(), self.edges[1] is not None
-        self.lent = self.guests.gradients(weights, self.needs)
-        self.ds_of_guests = torch.zeros_like(self.slots_s) if needs_s else None
-        inputs = self.experts, *self.again.receive(), self.slots_s, [self.guests.plan], weights
-        add_gradients([dx, self.ds_of_guests, *self.lent], *self.arriving.receive(), *inputs)
+            gradients = [dx, ds, *targets(self.experts, dweights)]
+            (x,), (dout,) = self.again.receive(), self.arriving.receive()
+            weights = self.all_weights(x.dtype)
+            with self.adding():
+                add_gradients(
+                    gradients, dout, self.experts, x, self.slots_s, self.others, weights, self.dlent
+                )

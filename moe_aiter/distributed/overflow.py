@@ -4,6 +4,8 @@ How many rows a rank has is known on the GPU alone, so the kernels of these wind
 they do almost nothing: tokens without rows are neither read nor written.  Each window is rounded for itself.
 Where products take the rows of one rank after the other, so do these: `passes` has one of each window.
 Nothing of it is kept for backward, which computes z again.
+
+`weights` are what `at_once` returns.
 """
 
 import itertools
@@ -13,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.base.lent import own_sizes
 from ..kernels.base.sources import by_source
 from ..kernels.experts.down import down_gradients
 from ..kernels.experts.inputs import row_bytes
 from ..kernels.experts.mlp import BothInputs, by_expert, new_inputs
 from ..kernels.experts.options import ExpertWeights
-from ..kernels.experts.up import expert_up_op, expert_z_op
+from ..kernels.experts.up import add_to_gate_up, expert_up_op, expert_z_op
 from ..kernels.grouped.gmm import gmm_unpermute_add_op
 from ..kernels.grouped.tgmm import weight_gradient
 from ..kernels.rows.sums import group_sum
@@ -27,7 +30,6 @@ from ..op import pick
 from ..routing.plan import RoutePlan
 
 WHOLE = itertools.repeat(None)  # each window in one pass
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # gate_up, down and their biases
 
 
 def can_add(experts: object, x: Tensor) -> bool:
@@ -42,7 +44,7 @@ def can_add(experts: object, x: Tensor) -> bool:
 
 @torch.no_grad()
 def add_output(
-    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights,
+    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: ExpertWeights,
     passes: Iterable[Any] = WHOLE,
 ) -> None:  # fmt: skip
     """Add the experts' output of these rows to `out` (T, H); of `passes`, one for each plan, some rows."""
@@ -55,7 +57,7 @@ def add_output(
 @torch.no_grad()
 def add_dx(
     dx: Tensor, dout: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan],
-    weights: Weights, passes: Iterable[Any],
+    weights: ExpertWeights, passes: Iterable[Any],
 ) -> None:  # fmt: skip
     """Add some of these rows' part to the gradient of x."""
     for i, some in zip(inputs_of(experts, x, s, plans, weights), passes, strict=False):
@@ -67,23 +69,36 @@ def add_dx(
 @torch.no_grad()
 def add_gradients(
     gradients: Sequence[Tensor | None], dout: Tensor, experts: Experts, x: Tensor, s: Tensor,
-    plans: Iterable[RoutePlan], weights: Weights,
+    plans: Iterable[RoutePlan], weights: ExpertWeights, dlent: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
-    """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted."""
+    """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted.
+
+    `dlent` are those of the guests' weights, of which products find the first two by `guest_gradients`.
+    """
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
+    *_, dguest_bias, dguest_down_bias = dlent or (None, None)
     for i in inputs_of(experts, x, s, plans, weights):
         needs = ddown is not None, ddown_bias is not None
         dz, _, more_bias, more_ds = gradients_of_z(i, dout, needs, i.down_bias, ddown)
         if ds is not None:
             ds += more_ds
         if ddown_bias is not None:
-            ddown_bias += more_bias
+            add_to_both(ddown_bias, dguest_down_bias, more_bias)
         if dgate_up_bias is not None:
-            dgate_up_bias += group_sum(dz, i.group_sizes).to(dgate_up_bias.dtype)
+            add_to_both(dgate_up_bias, dguest_bias, group_sum(dz, i.group_sizes).to(dgate_up_bias.dtype))
         if dx is not None:
             add_rows_of_dx(dx, dz, i)
         if dgate_up is not None:
-            weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
+            sizes = own_sizes(i.group_sizes, i.gate_up, i.guest_gate_up)
+            weight_gradient(i.gate_up.mT, dgate_up.mT, i.x, dz, sizes, i.order, i.rank.shape[1])
+            if i.guest_gate_up is not None:
+                add_to_gate_up(i.x, dz, i.group_sizes, i.order, i.rank.shape[1])
+
+
+def add_to_both(own: Tensor, guests: Tensor | None, more: Tensor) -> None:
+    own += more[: len(own)]
+    if guests is not None:
+        guests += more[len(own) :]
 
 
 def gradients_of_z(
@@ -91,14 +106,16 @@ def gradients_of_z(
 ) -> tuple[Tensor, ...]:
     """Compute z again; return dz and the gradients of down, its bias and the routing weights."""
     routing, act = (i.order, i.rank, i.group_sizes), (i.activation, i.interleaved)
-    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act)
+    z = expert_z_op(i.x, i.gate_up, i.gate_up_bias, *routing, *act, i.guest_gate_up)
     saved = z, i.down, down_bias, i.routing_weights, *routing
-    computed: tuple[Tensor, ...] = down_gradients(needs, True, dout, saved, *act, ddown)
+    computed: tuple[Tensor, ...] = down_gradients(
+        needs, True, dout, saved, *act, ddown, guests=i.guest_down
+    )  # fmt: skip
     return computed
 
 
 def add_rows_of_dx(dx: Tensor, dz: Tensor, i: BothInputs) -> None:
-    of_dx = i.gate_up, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx
+    of_dx = i.gate_up, i.group_sizes, None, i.order, i.rank, None, i.bytes_of_dx, i.guest_gate_up
     gmm_unpermute_add_op(dx, dz, *of_dx)
 
 
@@ -108,12 +125,17 @@ def targets(experts: object, gradients: Sequence[Tensor | None]) -> list[Tensor 
     return [d if m is None else m for d, m in itertools.zip_longest(gradients, main)]
 
 
+def at_once(dtype: torch.dtype, weights: Sequence[Any], lent: Sequence[Any]) -> ExpertWeights:
+    """Return gate_up, down and their biases as one value, cast, with those of guests if there are any."""
+    cast = [[t.to(dtype) for t in some[:2]] + [*some[2:]] for some in (weights, lent)]
+    own = ExpertWeights(*cast[0])
+    return own.with_guests(*cast[1]) if lent else own
+
+
 def inputs_of(
-    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: Weights
+    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: ExpertWeights
 ) -> Iterator[BothInputs]:
     """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
-    gate_up, down, *biases = weights
-    cast = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *biases)
     for plan in plans:
-        i = new_inputs(x, cast, s, plan, experts.options)
-        yield BothInputs(*i, *row_bytes(i, experts.options.row_chunks))
+        i = new_inputs(x, weights, s, plan, experts.options)
+        yield BothInputs(*i, *row_bytes(i, experts.options.row_chunks), *(weights.guests or (None, None)))

@@ -319,14 +319,12 @@ class Sources:
     dispatch   what the products read
     tokens     what the products of other windows read: the same, or in backward the tokens
     sums       what their sums are sent by
-    sum_guests writes the sums of guests' rows first, and the passes add to them; or None
     sum_others adds the sums of the other windows' rows for the tokens of one rank, before a pass does; or
                None.  It is given the passes of these windows for that rank, the last window first
     """
 
     def __init__(
         self, spans: Tensor, dispatch: Transfer, tokens: Transfer, sums: Transfer,
-        sum_guests: Callable[[Tensor], None] | None,
         sum_others: Callable[[Tensor, Sequence["Pass"]], None] | None,
     ):  # fmt: skip
         assert isinstance(dispatch, Fetch) and isinstance(tokens, Fetch) and isinstance(sums, Push)
@@ -334,8 +332,7 @@ class Sources:
         (self.starts, self.sizes), *others = every
         self.others = others[::-1]
         self.dispatch, self.tokens, self.sums = dispatch, tokens, sums
-        self.sum_guests, self.sum_others = sum_guests, sum_others
-        self.in_turn = sum_guests is None  # guests' weights arrive behind all tokens
+        self.sum_others = sum_others
 
     def arriving(self) -> Iterator[tuple[Tensor, Tensor]]:
         for rank in (self.dispatch.pool.rank, *self.dispatch.pool.others):  # in which they arrive
@@ -344,10 +341,7 @@ class Sources:
         self.dispatch.receive()
 
     def leaving(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, bool]]:
-        add = self.sum_guests is not None or self.sum_others is not None
-        if self.sum_guests is not None:
-            with by_source.set(None):
-                self.sum_guests(out)
+        add = self.sum_others is not None
         own, ranks = self.sums.pool.rank, self.sums.pool.ranks
         tokens, parts = out.shape[0] // ranks, out.chunk(ranks)
         places = self.sums.places(parts[own])

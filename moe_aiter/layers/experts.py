@@ -136,14 +136,16 @@ class Experts(WithOptions):
 
     def compute(
         self, x: Tensor | QuantizedTokens, routing_weights: Tensor, plan: RoutePlan, weights: Weights,
-        save_z: bool = True, lent: bool = False,
+        save_z: bool = True, lent: bool = False, guests: Weights = (),
     ) -> Tensor:  # fmt: skip
         """Return the experts' output as `forward` does, on this rank, with these weights as parameters.
 
         Without `save_z` backward computes the pre-activations again, whatever `recompute` says.  Weights that
         other ranks have `lent` get their gradients from autograd, not in a main gradient of this rank's.
+        The last groups of the plan are those of `guests`, weights as `lent` ones: see kernels/base/lent.py.
         """
         whole = ExpertWeights(*weights, *(() if lent else self.main_grads()))
+        whole = whole.with_guests(*guests) if guests else whole
         options = self.options if save_z else replace(self.options, recompute="z")
         return mix_experts(x, whole, routing_weights, plan, options)
 

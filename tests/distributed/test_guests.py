@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from check import error, few
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -47,7 +48,7 @@ def draw(number: int, world: int) -> dict:
         "recompute": r.choice(["none", "z"]),
         "frozen": r.choice([(), (), ("gate_up",), ("down", "down_bias"), ("x",)]),
         "main_grad": r.random() < 0.3,
-        "transposed": r.random() < 0.3,
+        "layout": r.choice([None, None, "transposed", "padded"]),
         "transport": r.choice(["collective", "symmetric"]),
         "backend": r.choice(["auto", "torch", "as on GPUs"]),
         "checkpoint": r.choice([None, None, True, False]),  # use_reentrant
@@ -117,12 +118,13 @@ def shared(experts, world, **options):
     return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
 
 
-def transposed(experts: torch.nn.Module) -> torch.nn.Module:
-    """Let this rank's weights lie in the other order of their axes; sharding would undo it."""
+def laid_out(experts: torch.nn.Module, layout: str) -> torch.nn.Module:
+    """Let this rank's weights lie in the other order of their axes, or apart; sharding would undo it."""
     for module in experts.modules():
         for name, w in list(module.named_parameters(recurse=False)):
             if w.dim() == 3:
-                local = w.detach().to_local().mT.contiguous().mT
+                local = w.detach().to_local()
+                local = local.mT.contiguous().mT if layout == "transposed" else F.pad(local, (0, 3))[..., :-3]
                 whole_part = {"shape": w.shape, "stride": w.stride()}
                 sharded = DTensor.from_local(local, w.device_mesh, w.placements, **whole_part)
                 setattr(module, name, torch.nn.Parameter(sharded, w.requires_grad))
@@ -139,7 +141,7 @@ def check_case(rank: int, world: int, number: int) -> None:
     backend, results = case["backend"], []
     for _ in range(2):
         experts = shared(experts_of(case), world, **options)
-        fn = experts = transposed(experts) if case["transposed"] else experts
+        fn = experts = laid_out(experts, case["layout"]) if case["layout"] else experts
         if case["checkpoint"] is not None:
             fn = functools.partial(checkpoint, experts, use_reentrant=case["checkpoint"])
         with use("torch" if backend == "as on GPUs" else backend), pytest.MonkeyPatch.context() as inner:
@@ -208,7 +210,7 @@ def check_unequal(rank, world, folder):
     for what, options in ways.items():
         layer = shared(experts_of(case), world, **options)
         if what == "strides" and rank == 0:
-            transposed(layer)
+            laid_out(layer, "transposed")
         with pytest.raises(ValueError, match=f"but not all have guests={options['guests']}"):
             layer(x, s, plan)
         dist.barrier()
@@ -230,7 +232,7 @@ def check_hooks(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch, use("torch"):
         every_loan_pays(patch)
         for hooks in (lambda t: t, lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)):
-            layer = transposed(shared(lora, world, guests=1))
+            layer = laid_out(shared(lora, world, guests=1), "transposed")
             with saved_tensors_hooks(hooks, lambda t: t):
                 results.append(step(layer, layer, case, batches, lambda t: t.tensor_split(world)[rank]))
     for name, value in results[0].items():

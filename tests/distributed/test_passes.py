@@ -115,9 +115,7 @@ def check(rank, world, folder):
             others = int(world / rows) - 1  # windows
             rows_of_all, sums = ["rows"] * world, [*["others"] * others, "sums"]
             expected, sums_of_all = ["rows", *["rows", *sums] * (world - 1), "wait", *sums], sums * world
-            if lent:  # guests are computed before any sums leave, and in backward read all tokens
-                expected = [*rows_of_all, "wait", *sums_of_all, *rows_of_all, "wait", "wait", *sums_of_all]
-            elif recompute == "z":  # needs all tokens first
+            if recompute == "z":  # needs all tokens first
                 expected += ["wait", *rows_of_all, "wait", *rows_of_all, *sums_of_all]
             else:  # the tokens are not waited for until all else is done
                 expected += [*rows_of_all, "wait", *sums_of_all, "wait"]

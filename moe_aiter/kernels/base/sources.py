@@ -88,11 +88,10 @@ def in_turn(impls: Callable[[], Iterable[Callable]]) -> contextlib.AbstractConte
     """Let `expert_down`, which follows `expert_up` inside the block, launch most of the latter's passes.
 
     Nothing between the two may read z or a.  `impls` returns the implementations that will run: unless they
-    are marked by `takes_passes`, and where a mode sees each op's result, `expert_up` launches all.  So it
-    does where `sources.in_turn` is False, because sums need the tokens of all sources.
+    are marked by `takes_passes`, and where a mode sees each op's result, `expert_up` launches all.
     """
     sources = by_source.get()
-    if sources is None or not sources.in_turn or dispatch_modes():
+    if sources is None or dispatch_modes():
         return contextlib.nullcontext()
     if not all(hasattr(impl, "takes_passes") for impl in impls()):
         return contextlib.nullcontext()

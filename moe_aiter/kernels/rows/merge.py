@@ -8,10 +8,8 @@ The rows are divided into windows of a fixed number of rows, which are computed 
 group sizes and its ranks.  If a choice's row is in a window that was computed earlier, the choice's rank
 in later windows is ELSEWHERE (permute.py).
 
-Where ranks lend experts (lend.py), `shares` says which rows of each expert this rank computes.  One call
-joins the plans for the rank's own experts, and another one for its guests.  Guests are computed before all
-windows of own experts, or after all of them.  What is computed later marks choices of the other call, as it
-does those of earlier windows.
+Where ranks lend experts (lend.py), `shares` says which rows of each expert this rank computes.  Rows of its
+guests, the experts that it has borrowed, come behind those of its own experts.
 """
 
 from collections.abc import Callable
@@ -33,11 +31,12 @@ class MergeInputs(NamedTuple):
     """The inputs of the op `merge_plans`: the order of the rows of E of N experts (S * T * k,); for W windows
     their ranks (W, S * T, k) and group sizes (W, E), and the spans of each source's rows.
 
-    The spans (W, 2, S, E) say where in a window the rows of each source begin, and how many they are.  E is
-    rounded up to a multiple of 4, so that the numbers of each source lie at a multiple of 16 bytes.
+    The spans (W, 2, S, E) say where in a window the rows of each source begin, and how many they are.  The
+    number of groups is rounded up to a multiple of 4, so that the numbers of each source lie at a multiple of
+    16 bytes.
 
-    With guests, there are so many groups instead of E: group g is the g-th of the other experts of which this
-    rank computes rows.  They have one window, and the order of its rows alone: rows past it are dropped.
+    With guests, there are so many groups more: group E + g is the g-th of the other experts of which this
+    rank computes rows.
     """
 
     rank: Annotated[Index, "S, T * k"]  # of S sources of T tokens with k choices, each in its own plan
@@ -46,21 +45,17 @@ class MergeInputs(NamedTuple):
     first: int  # of the experts
     num_experts: int  # E
     rows: int  # of a window; W windows hold S * T * k rows
-    last_first: bool  # guests are computed first, then the last window, and the first window last
+    last_first: bool  # the last window is computed first, and the first window last
     shares: Annotated[Index, "bounds, N"] | None = None  # from which row of an expert to which; None: all
-    guests: int = 0  # slots for guests; 0: the rank's own experts
+    guests: int = 0
 
     @property
     def windows(self) -> int:
-        return 1 if self.guests else max(-(-self.rank.numel() // self.rows), 1)
+        return max(-(-self.rank.numel() // self.rows), 1)
 
     @property
     def groups(self) -> int:
-        return self.guests or self.num_experts
-
-    @property
-    def order_rows(self) -> int:
-        return min(self.rows, self.rank.numel()) if self.guests else self.rank.numel()
+        return self.num_experts + self.guests
 
 
 # reference
@@ -75,31 +70,31 @@ def merge_reference(i: MergeInputs) -> tuple:
     begin, end = (torch.zeros_like(n), total * own) if i.shares is None else i.shares.long()
     end = end.clamp(min=0).minimum(total)
     begin = begin.clamp(min=0).minimum(end)
-    groups = own if not i.guests else ~own & (end > begin)
-    groups &= groups.cumsum(0) <= i.groups
-    total = (end - begin) * groups
-    starts = total.cumsum(0) - total - begin  # of an expert's first row, whoever computes it
+    lent = ~own & (end > begin)
+    lent &= lent.cumsum(0) <= i.guests
+    groups = torch.cat([own.nonzero(), lent.nonzero()]).flatten()  # in the order of their rows
+    total = end - begin
+    starts = -begin  # where an expert's rows begin, whoever computes its first one
+    starts[groups] += total[groups].cumsum(0) - total[groups]
 
     expert = torch.searchsorted(ends, row.contiguous(), right=True)
     known = expert.clamp(max=experts - 1)
     place = row + (before - (ends - sizes)).gather(1, known)  # among the rows of the expert
     computed = (row >= 0) & (expert < experts) & (place >= begin[known]) & (place < end[known])
-    row = (place + starts[known]).masked_fill(~(computed & groups[known]), -1)
-    row = row.masked_fill(row >= i.order_rows, -1)
-    ahead = computed & (own[known] if i.guests else ~own[known]) & (bool(i.guests) != i.last_first)
-    order = torch.full((i.order_rows,), -1, device=rank.device)
+    row = (place + starts[known]).masked_fill(~(computed & (own | lent)[known]), -1)
+    order = torch.full((sources * choices,), -1, device=rank.device)
     order[row[row >= 0]] = torch.arange(sources * choices, device=rank.device).view_as(row)[row >= 0]
 
+    free = i.groups - len(groups)  # slots, which begin and end behind all others
+    total = F.pad(total[groups], (0, free))
     parts = [t.maximum(begin).minimum(end) + starts for t in (before, before + sizes)]
-    first_rows, last_rows = (t[:, groups] for t in parts)
-    found = first_rows.shape[1]
-    total = F.pad(total[groups], (0, i.groups - found))
+    first_rows, last_rows = (F.pad(t[:, groups], (0, free), value=int(total.sum())) for t in parts)
     ends, ranks, windows, spans = total.cumsum(0), [], [], []
     for begin in range(0, i.windows * i.rows, i.rows):
         end = begin + i.rows
         begins, past = ((t - begin).clamp(0, i.rows) for t in (first_rows, last_rows))
-        spans.append(F.pad(torch.stack([begins, past - begins]), (0, spans_width(i.groups) - found)))
-        elsewhere = ahead | (row >= end if i.last_first else (row >= 0) & (row < begin))
+        spans.append(F.pad(torch.stack([begins, past - begins]), (0, spans_width(i.groups) - i.groups)))
+        elsewhere = row >= end if i.last_first else (row >= 0) & (row < begin)
         inside = (row >= begin) & (row < end)
         ranks.append((row - begin).where(inside, -1).masked_fill(elsewhere, ELSEWHERE.value))
         windows.append((ends.clamp(max=end) - (ends - total).clamp(min=begin)).clamp(min=0))
@@ -130,15 +125,15 @@ def merge_kernel(
     rank_ptr,  # (S, R)
     sizes_ptr,  # (S, N)
     shares_ptr,  # (2, N) or None
-    order_ptr,  # (order_rows,)
+    order_ptr,  # (S * R,)
     row_ptr,  # (W, S * R)
-    group_sizes_ptr,  # (W, groups)
+    group_sizes_ptr,  # (W, E + GUESTS)
     spans_ptr,  # (W, 2, S, width)
-    S, R, N, first, E, groups, width, rows, order_rows, W, rank_stride, sizes_stride, shares_stride,
+    S, R, N, first, E, width, rows, W, rank_stride, sizes_stride, shares_stride,
     LAST_FIRST: tl.constexpr,
-    GUESTS: tl.constexpr,  # the groups are guests
+    GUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at least N and groups
+    BLOCK_N: tl.constexpr,  # at least N, and E + GUESTS
 ):  # fmt: skip
     block, source = tl.program_id(0), tl.program_id(1)
     n, i = tl.arange(0, BLOCK_N), block * BLOCK + tl.arange(0, BLOCK)
@@ -157,14 +152,18 @@ def merge_kernel(
     if shares_ptr is not None:
         skipped, start, count, total = share_of(shares_ptr, shares_stride, before, size, total, n, N)
         at += skipped
-        if GUESTS:
-            mine = (total > 0) & (own == 0)
-            group = tl.cumsum(mine.to(tl.int32), 0) - 1
-            mine &= group < groups
-            count = tl.where(own | mine, count, 0)
-    total = tl.where(mine, total, 0)
-    start += tl.cumsum(total, 0) - total
-
+    own_total = tl.where(own, total, 0)
+    last = tl.cumsum(own_total, 0)  # where an expert's rows end
+    if GUESTS > 0:
+        lent = (total > 0) & (own == 0)
+        slot = tl.cumsum(lent.to(tl.int32), 0) - 1
+        lent &= slot < GUESTS
+        group = tl.where(lent, E + slot, group)
+        guest_total = tl.where(lent, total, 0)
+        last = tl.where(lent, tl.sum(own_total, 0) + tl.cumsum(guest_total, 0), last)
+        mine |= lent
+    total, count = tl.where(mine, total, 0), tl.where(mine, count, 0)
+    start += last - total
     rank = limited(tl.load(rank_ptr + source * rank_stride + i, mask=i < R, other=-1), -1, R)
     expert = tl.sum((ends[:, None] <= rank[None, :]).to(tl.int32), 0)  # of a choice, by one thread
     known = tl.minimum(expert, BLOCK_N - 1)
@@ -172,41 +171,37 @@ def merge_kernel(
     row = rank + tl.gather(start - at, known, 0)
     if shares_ptr is not None:
         least = tl.gather(at, known, 0)
-        computed = (rank >= least) & (rank < least + tl.gather(count, known, 0))
-        ahead = computed & (here if GUESTS else (here == 0))  # in the other call
-        here = computed & ((here == 0) & (row < order_rows) if GUESTS else here)
+        here = (rank >= least) & (rank < least + tl.gather(count, known, 0))
     choice = source * R + i
     tl.store(order_ptr + row, choice, mask=here)
-    tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)) & (choice < order_rows))
-    row, last = tl.where(here, row, -1), tl.cumsum(total, 0)
+    tl.store(order_ptr + choice, -1, mask=(i < R) & (choice >= tl.sum(total, 0)))
+    row = tl.where(here, row, -1)
     for w in range(W):
         begin, end = w * rows, w * rows + rows
         rank = tl.where((row >= begin) & (row < end), row - begin, -1)
         elsewhere = (row >= end) if LAST_FIRST else ((row >= 0) & (row < begin))
-        if shares_ptr is not None and GUESTS != LAST_FIRST:
-            elsewhere |= ahead
         rank = tl.where(elsewhere, ELSEWHERE, rank)
         tl.store(row_ptr + w * S * R + choice, rank, mask=i < R)
         if (block == 0) & (source == 0):
             inside = tl.minimum(last, end) - tl.maximum(last - total, begin)
-            tl.store(group_sizes_ptr + w * groups + group, tl.maximum(inside, 0), mask=mine)
+            tl.store(group_sizes_ptr + w * (E + GUESTS) + group, tl.maximum(inside, 0), mask=mine)
         if block == 0:
             to = spans_ptr + (2 * w * S + source) * width
             first_row, end_row = limited(start - begin, 0, rows), limited(start + count - begin, 0, rows)
             tl.store(to + group, first_row, mask=mine)
             tl.store(to + S * width + group, end_row - first_row, mask=mine)
-            if GUESTS:
-                free = (n >= tl.sum(mine.to(tl.int32), 0)) & (n < groups)
-                tl.store(to + n, 0, mask=free)
+            if GUESTS > 0:
+                free = (n >= tl.sum(mine.to(tl.int32), 0)) & (n < E + GUESTS)
+                tl.store(to + n, limited(tl.sum(total, 0) - begin, 0, rows), mask=free)  # as starts ascend
                 tl.store(to + S * width + n, 0, mask=free)
-                tl.store(group_sizes_ptr + n, 0, mask=free & (source == 0))
+                tl.store(group_sizes_ptr + w * (E + GUESTS) + n, 0, mask=free & (source == 0))
 
 
 # launcher
 
 
-def spans_width(num_experts: int) -> int:
-    return -(-num_experts // 4) * 4
+def spans_width(groups: int) -> int:
+    return -(-groups // 4) * 4
 
 
 def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
@@ -223,7 +218,7 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
         raise ValueError(f"shares is {tuple(i.shares.shape)} but must be (2, {N})")
     if i.shares is None and i.guests:
         raise ValueError(f"guests={i.guests} needs shares, which say what their rows are")
-    order = i.rank.new_empty(i.order_rows, dtype=torch.int32)
+    order = i.rank.new_empty(S * R, dtype=torch.int32)
     rank = order.new_empty(i.windows, S * R // i.top_k, i.top_k)
     sizes = order.new_empty(i.windows, i.groups)
     return order, rank, sizes, order.new_empty(i.windows, 2, S, spans_width(i.groups))
@@ -231,11 +226,11 @@ def new_merge(i: MergeInputs) -> tuple[Tensor, ...]:
 
 @binds
 def bind_merge(i: MergeInputs) -> Callable:
-    (S, R), N, E, groups = i.rank.shape, i.group_sizes.shape[1], i.num_experts, i.groups
+    (S, R), N, E = i.rank.shape, i.group_sizes.shape[1], i.num_experts
     grid = max(cdiv(R, BLOCK), 1), S
-    constants = {"LAST_FIRST": i.last_first, "GUESTS": i.guests > 0, "BLOCK": BLOCK}
-    kernel = bind_kernel(merge_kernel, grid, **constants, BLOCK_N=next_power_of_2(max(N, groups)))
-    numbers = S, R, N, i.first, E, groups, spans_width(groups), i.rows, i.order_rows, i.windows
+    constants = {"LAST_FIRST": i.last_first, "GUESTS": i.guests, "BLOCK": BLOCK}
+    kernel = bind_kernel(merge_kernel, grid, **constants, BLOCK_N=next_power_of_2(max(N, i.groups)))
+    numbers = S, R, N, i.first, E, spans_width(i.groups), i.rows, i.windows
     numbers += i.rank.stride(0), i.group_sizes.stride(0), 0 if i.shares is None else i.shares.stride(0)
 
     def launch(out, i):

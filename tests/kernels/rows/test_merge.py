@@ -90,18 +90,19 @@ def joined(*inputs):
     return *got, spans[..., : i.groups]
 
 
-def check_call(call, choices, elsewhere, sources, rows):
-    """A call computes these choices of each group in this order, in windows of so many rows; `elsewhere` are
-    those of the other call."""
+def check_call(call, choices, last_first, sources, rows):
+    """A call computes these choices of each group in this order, in windows of so many rows."""
     order, ranks, group_sizes, spans = call
     whole, (windows, tokens, top_k) = torch.cat(choices), ranks.shape
     count, ranks = len(whole), ranks.view(windows, -1)
     assert torch.equal(order[:count], whole) and (order[count:] == -1).all()
     assert group_sizes.sum(0).tolist() == [len(group) for group in choices]
-    for there in ((ranks == ELSEWHERE.value).all(0), (ranks == ELSEWHERE.value).any(0) & (ranks < 0).all(0)):
-        assert torch.equal(there, elsewhere)
-    for part, rank, sizes in zip(order.split(rows), ranks, group_sizes, strict=True):
+    earlier = torch.zeros_like(ranks[0], dtype=torch.bool)
+    computed = list(zip(order.split(rows), ranks, group_sizes, strict=True))
+    for part, rank, sizes in computed[::-1] if last_first else computed:
         check_plan_values(len(part), sizes, part, rank.view(tokens, top_k))
+        assert torch.equal(rank == ELSEWHERE.value, earlier)
+        earlier |= rank >= 0
     for source in range(sources):
         for n, group in enumerate(choices):
             pairs = zip(order.split(rows), spans[:, :, source, n].tolist(), strict=True)
@@ -117,7 +118,7 @@ def check_call(call, choices, elsewhere, sources, rows):
 @pytest.mark.parametrize("rows", [29, 10**6])
 @pytest.mark.pairwise
 def test_lent_experts(backend, device, ranks, experts, guests, last_first, rows):
-    """The calls of all ranks compute each choice once, in the order of the expert."""
+    """All ranks together compute each choice once, in the order of the expert; guests' rows come last."""
     each, tokens = -(-experts // ranks), 40
     ids = (torch.rand(ranks, tokens, 2).pow(3) * (experts + 1)).long().to(device) - 1
     plans = plans_of(ids, experts)
@@ -129,30 +130,29 @@ def test_lent_experts(backend, device, ranks, experts, guests, last_first, rows)
         first, count = r * each, min(each, experts - r * each)
         own, borrowed = range(first, first + count), guests_of[r][guests_of[r] >= 0].tolist()
         parts = [of[begin:end] for of, begin, end in zip(of_expert, *shares[r].tolist(), strict=True)]
-        groups = [parts[n] for n in borrowed] + [of_expert[0][:0]] * (guests - len(borrowed))
-        elsewhere = [torch.zeros(ids.numel(), dtype=torch.bool, device=device) for _ in range(2)]
-        first_call = [parts[n] for n in borrowed] if last_first else [parts[n] for n in own]
-        elsewhere[not last_first][torch.cat([*first_call, of_expert[0][:0]]).long()] = True
-        call = *plans, 2, first, count
-        check_call(
-            joined(*call, rows, last_first, shares[r]), [parts[n] for n in own], elsewhere[0], ranks, rows
-        )
-        check_call(joined(*call, 10**6, last_first, shares[r], guests), groups, elsewhere[1], ranks, 10**6)
-        joined(*call, 7, last_first, shares[r], guests)  # fewer rows than it has
+        groups = [parts[n] for n in (*own, *borrowed)] + [of_expert[0][:0]] * (guests - len(borrowed))
+        call = joined(*plans, 2, first, count, rows, last_first, shares[r], guests)
+        check_call(call, groups, last_first, ranks, rows)
+        joined(*plans, 2, first, count, 7, last_first, shares[r], guests)
         for n in (*own, *borrowed):
             missing[n] = missing[n][~torch.isin(missing[n], parts[n])]
     assert not any(map(len, missing))
 
 
-def test_guests_without_room(backend, device):
-    """Rows past the window of guests, and experts past their slots, are dropped; nothing else is written."""
+def test_guests_without_a_slot(backend, device):
+    """Experts past the slots are dropped, and slots without an expert have no rows."""
     ids = torch.tensor([[[0, 1], [2, 3], [3, 3]]], device=device)
     call = *plans_of(ids, 4), 2, 0, 1
-    shares = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 3]], device=device)
-    assert joined(*call, 8, False, shares, 2)[2].tolist() == [[1, 1]]
+    shares = torch.tensor([[0, 0, 0, 1], [1, 1, 1, 3]], device=device)
+    order, ranks, sizes, spans = joined(*call, 8, False, shares, 2)
+    assert order.tolist() == [0, 1, 2, -1, -1, -1] and sizes.tolist() == [[1, 1, 1]]
     order, ranks, sizes, spans = joined(*call, 3, True, shares, 5)
-    assert order.tolist() == [1, 2, 4] and sizes.tolist() == [[1, 1, 1, 0, 0]]
-    assert ranks.tolist() == [[[-1, 0], [1, -1], [2, -1]]] and spans[0, 1].tolist() == [[1, 1, 1, 0, 0]]
+    assert order.tolist() == [0, 1, 2, 4, 5, -1]
+    assert sizes.tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 2, 0, 0]]
+    gone = ELSEWHERE.value
+    assert ranks.tolist() == [[[0, 1], [2, -1], [gone, gone]], [[-1, -1], [-1, -1], [0, 1]]]
+    assert spans[:, 1, 0].tolist() == sizes.tolist()
+    assert spans[:, 0, 0].tolist() == [[0, 1, 2, 3, 3, 3], [0, 0, 0, 0, 2, 2]]
 
 
 @pytest.mark.parametrize("guests", [0, 2])
