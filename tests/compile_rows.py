@@ -55,8 +55,9 @@ def run_lend(dtype, ranks, num_experts, guests):
     run_new(bind_lend, new_lend, LendInputs(sizes, -(-num_experts // ranks), guests, 128, 2500))
 
 
-def run_guests(run, dtype, n):
-    run(new(16, n, dtype=dtype), places_in(new(8, 4, n, dtype=dtype)), ints(8, 4), 16)
+def run_guests(run, dtype, *sizes):
+    parts, places = ([new(*axes, n, dtype=dtype) for n in sizes] for axes in ((16,), (8, 4)))
+    run(parts, list(map(places_in, places)), ints(8, 4), 16)
 
 
 def run_sort(dtype, num_experts=E, tokens=4096):
@@ -323,15 +324,17 @@ ROUTERS = [(8, 2), (64, 16), (256, 16), (512, 16)]
 RUNS = {
     "merge": run_merge,
     "merge int64": lambda: run_merge(torch.int64, 256, last_first=False),
-    "merge own": lambda: run_merge(guests=0),
-    "merge own, guests last": lambda: run_merge(guests=0, last_first=False),
+    "merge shares": lambda: run_merge(guests=0),
+    "merge shares, first window first": lambda: run_merge(guests=0, last_first=False),
     "merge guests": lambda: run_merge(num_experts=256, guests=4),
-    "merge guests last": lambda: run_merge(guests=90, last_first=False),
+    "merge guests, first window first": lambda: run_merge(guests=90, last_first=False),
     "lend": lambda: run_lend(torch.int32, 8, 256, 8),
     "lend int64": lambda: run_lend(torch.int64, 3, 100, 33),
     "lend among many": lambda: run_lend(torch.int32, 64, 512, 4),
     "send guests": lambda: run_guests(send_guests, BF16, 2048 * 768),
+    "send two guests": lambda: run_guests(send_guests, BF16, 2048 * 1536, 2048 * 768),
     "add guests": lambda: run_guests(add_guests, BF16, 2048 * 768),
+    "add two guests": lambda: run_guests(add_guests, BF16, 2048 * 1536, 2048 * 768),
     "clear guests": lambda: clear_guests([new(4, 4096, dtype=F32), new(4, 512, dtype=F32)], ints(4)),
     "add guests in float32": lambda: run_guests(add_guests, F32, 4099),
     "sort int32": lambda: run_sort(torch.int32),

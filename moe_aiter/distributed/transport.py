@@ -88,9 +88,9 @@ class Collective:
         (ranks, guests), group = guests_of.shape, process_group(self.group[0])
         home = guests_of[group.rank()].div(each, rounding_mode="floor").clamp(0, ranks - 1)
         slot, arrived = torch.arange(guests, device=guests_of.device), []
-        for t in parts:
-            sent = t.new_empty(ranks, guests, t.shape[1])
-            send_guests(t, places_in(sent), guests_of, first)
+        filled = [t.new_empty(ranks, guests, t.shape[1]) for t in parts]
+        send_guests(parts, list(map(places_in, filled)), guests_of, first)
+        for sent in filled:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group)
             arrived.append(received[home, slot])
@@ -177,8 +177,7 @@ class Pool:
         copies of tokens little of the link, so both begin later.
         """
         own = self.places(GUESTS, guests_of.shape[1], [(t.shape[1], t.dtype) for t in parts])
-        for t, places in zip(parts, own, strict=True):
-            send_guests(t, places, guests_of, first)
+        send_guests(parts, own, guests_of, first)
         # new tensors each time: what was derived from old numbers (derived.py) is not taken for these
         return lambda: [self.again(places) for places in own]
 

@@ -40,45 +40,46 @@ def places_in(t: Tensor) -> Places:
 
 
 @jit_kernel
-def send_kernel(
-    w_ptr, bases_ptr, guests_ptr, n, stride, offset, first, E, SLOTS: tl.constexpr, G: tl.constexpr,
-    ROOM: tl.constexpr, BLOCK: tl.constexpr,
+def guests_kernel(
+    a_ptr,  # (E, n)
+    bases_ptr,  # (R,)
+    b_ptr, b_bases_ptr,  # the same of another tensor, which other programs take; or None
+    guests_ptr,  # (R, G)
+    sizes,  # of both tensors: n, the distance of its experts, and the offset of its places
+    first, E,
+    ADD: tl.constexpr,  # what places hold to the tensor; otherwise copy the tensor there
+    UNIT: tl.constexpr,  # that divides all n and distances; the tensors begin at multiples of 16 bytes if it is 16
+    SLOTS: tl.constexpr, G: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    n, distance, offset, b_n, b_distance, b_offset = sizes
+    if b_ptr is not None:
+        other = tl.program_id(1) == 1
+        n, distance = tl.where(other, b_n, n), tl.where(other, b_distance, distance)
+        offset = tl.where(other, b_offset, offset)
+        a_ptr = tl.where(other, b_ptr.to(tl.int64), a_ptr.to(tl.int64)).to(a_ptr.dtype)
+        bases_ptr = tl.where(other, b_bases_ptr.to(tl.int64), bases_ptr.to(tl.int64)).to(bases_ptr.dtype)
+    n, distance = n // UNIT * UNIT, distance // UNIT * UNIT  # the compiler sees that they are multiples
+    if UNIT == 16:
+        a_ptr = tl.multiple_of(a_ptr, 16)
+    DTYPE: tl.constexpr = a_ptr.dtype.element_ty
+    WIDE: tl.constexpr = DTYPE if not ADD or tl.float64 == DTYPE else tl.float32
     begin, step, i = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK, tl.arange(0, ROOM)
     experts = tl.load(guests_ptr + i, mask=i < SLOTS, other=-1)
-    for slot in range(SLOTS):
+    for slot in range(SLOTS):  # a number is added by one program alone, which takes the ranks in their order
         expert = tl.sum(tl.where(i == slot, experts, 0), 0) - first
         if (expert >= 0) & (expert < E):
             base = tl.load(bases_ptr + slot // G) + offset
-            to = tl.multiple_of(base.to(tl.pointer_type(w_ptr.dtype.element_ty)), 16)
-            to += (slot % G) * tl.full((), n, tl.int64)
-            source = w_ptr + expert.to(tl.int64) * stride
+            place = tl.multiple_of(base.to(tl.pointer_type(WIDE)), 16)
+            place += (slot % G) * (tl.zeros((), tl.int64) + n)
+            own = a_ptr + expert.to(tl.int64) * distance
             for at in range(begin, n, step):
                 columns = at + tl.arange(0, BLOCK)
-                tl.store(to + columns, tl.load(source + columns, mask=columns < n), mask=columns < n)
-
-
-@jit_kernel
-def add_kernel(
-    w_ptr, bases_ptr, guests_ptr, n, stride, offset, first, E, SLOTS: tl.constexpr, G: tl.constexpr,
-    ROOM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # a number is added by one program alone, which takes the ranks in their order
-    WIDE: tl.constexpr = tl.float64 if w_ptr.dtype.element_ty == tl.float64 else tl.float32
-    begin, step, i = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK, tl.arange(0, ROOM)
-    experts = tl.load(guests_ptr + i, mask=i < SLOTS, other=-1)
-    for slot in range(SLOTS):
-        expert = tl.sum(tl.where(i == slot, experts, 0), 0) - first
-        if (expert >= 0) & (expert < E):
-            base = tl.load(bases_ptr + slot // G) + offset
-            source = tl.multiple_of(base.to(tl.pointer_type(WIDE)), 16)
-            source += (slot % G) * tl.full((), n, tl.int64)
-            to = w_ptr + expert.to(tl.int64) * stride
-            for at in range(begin, n, step):
-                columns = at + tl.arange(0, BLOCK)
-                total = tl.load(to + columns, mask=columns < n).to(WIDE)
-                total += tl.load(source + columns, mask=columns < n)
-                tl.store(to + columns, total.to(w_ptr.dtype.element_ty), mask=columns < n)
+                x = tl.load(own + columns, mask=columns < n)
+                if ADD:
+                    x = x.to(WIDE) + tl.load(place + columns, mask=columns < n)
+                    tl.store(own + columns, x.to(DTYPE), mask=columns < n)
+                else:
+                    tl.store(place + columns, x, mask=columns < n)
 
 
 @jit_kernel
@@ -91,18 +92,29 @@ def clear_kernel(to_ptr, guests_ptr, n, G: tl.constexpr, ROOM: tl.constexpr, BLO
 
 
 @functools.lru_cache(1024)
-def bound_copy(kernel: Callable, programs: int, itemsize: int, constants: tuple, *key) -> Callable:
+def bound_copy(kernel: Callable, grid: tuple, itemsize: int, constants: tuple, *key) -> Callable:
     """Return a kernel bound for arguments that are alike; `key` is what else makes them so."""
-    return bind_kernel(kernel, (programs,), **dict(constants), BLOCK=BYTES // itemsize, num_warps=WARPS)
+    return bind_kernel(kernel, grid, **dict(constants), BLOCK=BYTES // itemsize, num_warps=WARPS)
 
 
-def launch(kernel: Callable, w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
-    bases, (R, G), (E, n) = places.bases, guests_of.shape, w.shape
-    numbers = n, w.stride(0), places.offset, first, E
-    constants = ("SLOTS", R * G), ("G", G), ("ROOM", next_power_of_2(R * G))
-    key = w.dtype, w.data_ptr() % 16 == 0, w.device, numbers
-    run = bound_copy(kernel, num_programs(w), w.element_size(), constants, *key)
-    run(w, bases, guests_of, *numbers)
+def launch(
+    parts: Sequence[Tensor], places: Sequence[Places], guests_of: Tensor, first: int, add: bool
+) -> None:
+    """Launch the kernel for two tensors at a time, where these have one dtype."""
+    if not parts:
+        return
+    (w, *rest), (R, G) = parts, guests_of.shape
+    both = parts[: 1 + (len(rest) > 0 and rest[0].dtype == w.dtype)]
+    sizes = [n for t, at in zip(both, places, strict=False) for n in (t.shape[1], t.stride(0), at.offset)]
+    aligned = all(t.data_ptr() % 16 == t.shape[1] % 16 == t.stride(0) % 16 == 0 for t in both)
+    constants = ("ADD", add), ("UNIT", 16 if aligned else 1), ("SLOTS", R * G), ("G", G)
+    constants += (("ROOM", next_power_of_2(R * G)),)
+    numbers = (*sizes, *(0,) * (6 - len(sizes))), first, len(w)
+    key = w.dtype, tuple(t.data_ptr() % 16 == 0 for t in both), w.device, numbers
+    run = bound_copy(guests_kernel, (num_programs(w), len(both)), w.element_size(), constants, *key)
+    other = (rest[0], places[1].bases) if len(both) > 1 else (None, None)
+    run(w, places[0].bases, *other, guests_of, *numbers)
+    launch(parts[len(both) :], places[len(both) :], guests_of, first, add)
 
 
 def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int, int]]:
@@ -111,20 +123,22 @@ def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int
     return [(b, g, e) for b, g, e in slots if 0 <= e < num_experts]
 
 
-def send_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
-    """Copy the experts of `w`, (E, n) with contiguous rows, that other ranks borrow to their slots."""
-    if not w.is_cpu or interpret:
-        return launch(send_kernel, in_units(w), places, guests_of, first)
-    for b, g, e in lent(guests_of, first, len(w)):
-        places.parts[b][g] = w[e]
+def send_guests(parts: Sequence[Tensor], places: Sequence[Places], guests_of: Tensor, first: int) -> None:
+    """Copy experts of each tensor, (E, n) with contiguous rows, to the slots of the ranks that borrow them."""
+    if not guests_of.is_cpu or interpret:
+        return launch([*map(in_units, parts)], places, guests_of, first, False)
+    for w, at in zip(parts, places, strict=True):
+        for b, g, e in lent(guests_of, first, len(w)):
+            at.parts[b][g] = w[e]
 
 
-def add_guests(w: Tensor, places: Places, guests_of: Tensor, first: int) -> None:
-    """Add what the slots of other ranks hold of the experts of `w`, (E, n) with contiguous rows."""
-    if not w.is_cpu or interpret:
-        return launch(add_kernel, w, places, guests_of, first)
-    for b, g, e in lent(guests_of, first, len(w)):
-        w[e] = wide(w[e]) + places.parts[b][g]
+def add_guests(parts: Sequence[Tensor], places: Sequence[Places], guests_of: Tensor, first: int) -> None:
+    """Add what the slots of other ranks hold of the experts of each tensor, (E, n) with contiguous rows."""
+    if not guests_of.is_cpu or interpret:
+        return launch(parts, places, guests_of, first, True)
+    for w, at in zip(parts, places, strict=True):
+        for b, g, e in lent(guests_of, first, len(w)):
+            w[e] = wide(w[e]) + at.parts[b][g]
 
 
 def clear_guests(slots: Sequence[Tensor], guests: Tensor) -> None:
@@ -141,7 +155,7 @@ def clear_guests(slots: Sequence[Tensor], guests: Tensor) -> None:
     n = bytes_of_all // whole.element_size()
     constants = ("G", G), ("ROOM", next_power_of_2(G))
     key = guests.data_ptr() % 16 == 0, first.device, n
-    bound_copy(clear_kernel, num_programs(first), 4, constants, *key)(whole, guests, n)
+    bound_copy(clear_kernel, (num_programs(first),), 4, constants, *key)(whole, guests, n)
 
 
 def in_units(w: Tensor) -> Tensor:

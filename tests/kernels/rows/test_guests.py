@@ -35,7 +35,7 @@ def test_send(dtype, n, gap, rank, device):
     want = places.clone()
     for b, g in (guests_of // EACH == rank).nonzero().tolist():
         want[b, g] = w[guests_of[b, g] - rank * EACH]
-    send_guests(w, places_in(places), guests_of, rank * EACH)
+    send_guests([w], [places_in(places)], guests_of, rank * EACH)
     assert torch.equal(places.float(), want.float())
 
 
@@ -52,8 +52,30 @@ def test_add(dtype, n, gap, rank, device):
     for b, g in (guests_of // EACH == rank).nonzero().tolist():
         e = guests_of[b, g] - rank * EACH
         want[e] = (want[e].to(wide) + places[b, g]).to(dtype)
-    add_guests(w, places_in(places), guests_of, rank * EACH)
+    add_guests([w], [places_in(places)], guests_of, rank * EACH)
     assert torch.equal(w, want)
+
+
+@pytest.mark.parametrize("sizes", [(64, 4096), (4098, 31), (5, 31, 64), (16, 32, 48, 64)], ids=str)
+def test_several_tensors(sizes, device):
+    """Those of one dtype are copied two by two; of what lies at multiples of 16 bytes or does not."""
+    guests_of = loans(device)
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16
+    parts = [draw(n, dtype, 0, device) for n, dtype in zip(sizes, dtypes, strict=False)]
+    for wide in (False, True):
+        places = [torch.zeros(RANKS, GUESTS, n, device=device) for n in sizes]
+        places = places if wide else [p.to(t.dtype) for p, t in zip(places, parts, strict=True)]
+        for p in places:
+            p += 3 * wide
+        ours, alone = [t.clone() for t in parts], [t.clone() for t in parts]
+        copies = [p.clone() for p in places]
+        move = add_guests if wide else send_guests
+        move(ours, list(map(places_in, places)), guests_of, EACH)
+        for t, p in zip(alone, copies, strict=True):
+            move([t], [places_in(p)], guests_of, EACH)
+        assert all(map(torch.equal, ours + places, alone + copies))
+        changed = zip(ours, parts, strict=True) if wide else ((p, torch.zeros_like(p)) for p in places)
+        assert all(not torch.equal(new, old) for new, old in changed)
 
 
 @pytest.mark.parametrize("guests", [[2, 5, -1], [-1, -1, -1]])
