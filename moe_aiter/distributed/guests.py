@@ -214,13 +214,14 @@ class Guests:
 
         Through symmetric memory, all ranks have passed a barrier since they computed them.
         """
-        pairs = [(to, guest) for to, guest in zip(targets, gradients, strict=True) if guest is not None]
-        totals = []
-        for to, guest in pairs:
-            assert to is not None  # autograd sends zeros where no row was computed
-            alike = is_dense(to) and to.stride()[1:] == guest.stride()[1:]
-            totals.append(to if alike else as_experts(guest.new_zeros(len(to), guest[0].numel()), guest))
+        own, totals = [], []
+        for to, guest in zip(targets, gradients, strict=True):
+            if guest is not None:
+                assert to is not None  # autograd sends zeros where no row was computed
+                alike = is_dense(to) and to.stride()[1:] == guest.stride()[1:]
+                own.append(to)
+                totals.append(to if alike else as_experts(guest.new_zeros(len(to), guest[0].numel()), guest))
         add_guests(list(map(rows_of, totals)), self.send_home(), self.guests_of, self.first)
-        for (to, _), total in zip(pairs, totals, strict=True):
+        for to, total in zip(own, totals, strict=True):
             if total is not to:
                 to += total

@@ -48,7 +48,7 @@ def guests_kernel(
     sizes,  # of both tensors: n, the distance of its experts, and the offset of its places
     first, E,
     ADD: tl.constexpr,  # what places hold to the tensor; otherwise copy the tensor there
-    UNIT: tl.constexpr,  # that divides all n and distances; the tensors begin at multiples of 16 bytes if it is 16
+    UNIT: tl.constexpr,  # divides all n and distances; 16: tensors begin at multiples of 16 bytes, too
     SLOTS: tl.constexpr, G: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n, distance, offset, b_n, b_distance, b_offset = sizes
@@ -124,7 +124,7 @@ def lent(guests_of: Tensor, first: int, num_experts: int) -> list[tuple[int, int
 
 
 def send_guests(parts: Sequence[Tensor], places: Sequence[Places], guests_of: Tensor, first: int) -> None:
-    """Copy experts of each tensor, (E, n) with contiguous rows, to the slots of the ranks that borrow them."""
+    """Copy experts of each tensor, (E, n) with contiguous rows, to the slots of ranks that borrow them."""
     if not guests_of.is_cpu or interpret:
         return launch([*map(in_units, parts)], places, guests_of, first, False)
     for w, at in zip(parts, places, strict=True):
