@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
         TokenRounding, TopP, ZeroCompute, attach_loss, hash_experts, load_balance_loss, load_statistics,
         make_plan, permute, route, route_to, sequence_balance_loss, unpermute, z_loss,
     )
+    from .switches import batch_invariance_enabled, enable_batch_invariance
     # isort: on
     # fmt: on
 
@@ -54,13 +55,14 @@ __all__ = [
     "LoRAExperts", "LoRALinear", "LoadStatistics", "MoE", "MoERouting", "Monitor", "OptimizedMoELayer",
     "QuantizationReport", "Route", "RouteDifference", "RoutePlan", "Router", "Routing", "SegmentGEMMWrapper",
     "Sinkhorn", "SparsePattern", "TokenRounding", "TopP", "ZeroCompute", "attach_loss", "aux_loss",
-    "balance_step", "expert_mlp", "fuse_gate_up", "fuse_projections", "fuse_qkv", "gemm", "glu", "gmm",
-    "grouped_gemm", "hash_experts", "keep_fp8_weights", "linear_with_split_bias", "load_balance_loss",
-    "load_statistics", "make_plan", "nptgmm", "offload", "pack_routes", "patch_linear", "permute",
-    "preshuffle_weights", "ptgmm", "quantization_report", "quantize", "record_routes", "register_kernel",
-    "replay_routes", "route", "route_to", "scaled_gemm", "segment_gmm", "sequence_balance_loss",
-    "set_aux_loss", "set_loss_scale", "sort_by_expert", "sparse_gemm", "swiglu_limit", "swiglu_softcap",
-    "tgmm", "topk", "unfuse", "unpatch_linear", "unpermute", "use", "use_main_grad", "z_loss",
+    "balance_step", "batch_invariance_enabled", "enable_batch_invariance", "expert_mlp", "fuse_gate_up",
+    "fuse_projections", "fuse_qkv", "gemm", "glu", "gmm", "grouped_gemm", "hash_experts", "keep_fp8_weights",
+    "linear_with_split_bias", "load_balance_loss", "load_statistics", "make_plan", "nptgmm", "offload",
+    "pack_routes", "patch_linear", "permute", "preshuffle_weights", "ptgmm", "quantization_report",
+    "quantize", "record_routes", "register_kernel", "replay_routes", "route", "route_to", "scaled_gemm",
+    "segment_gmm", "sequence_balance_loss", "set_aux_loss", "set_loss_scale", "sort_by_expert", "sparse_gemm",
+    "swiglu_limit", "swiglu_softcap", "tgmm", "topk", "unfuse", "unpatch_linear", "unpermute", "use",
+    "use_main_grad", "z_loss",
 ]  # fmt: skip
 
 _MODULES = {  # module: its public names; all others are of layers
@@ -85,6 +87,7 @@ _MODULES = {  # module: its public names; all others are of layers
         "TokenRounding TopP ZeroCompute attach_loss hash_experts load_balance_loss load_statistics make_plan "
         "permute route route_to sequence_balance_loss unpermute z_loss"
     ),
+    "switches": "batch_invariance_enabled enable_batch_invariance",
 }
 _MODULE = dict.fromkeys(__all__, "layers")
 _MODULE |= {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -32,6 +32,7 @@ class Settings:
     variable is an error; what else is called `AITER_*` is AITER's own."""
 
     backend: str = "auto"  # force one implementation everywhere: hopper, triton, host or torch
+    batch_invariant: bool = False  # 1: a token's bits do not depend on the rest of the batch
     cache_size: int = 1024  # MB for tensors derived from weights (8-bit copies, say); 0 keeps none
     config_gemm_bf16: str = ""  # AITER's CSV files of tuned products: mine.csv:theirs.csv
     debug: bool = False  # check values (expert ids, plans) and NaN-fill outputs; synchronises

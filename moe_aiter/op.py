@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
+from .invariance import INVARIANT, as_remembered, remembering
 from .private_api import (
     Scoped,
     any_autocast,
@@ -51,7 +52,7 @@ T = TypeVar("T")
 # All of this depends on metadata alone, so each op keeps its decisions, by metadata.
 
 _decisions = 0  # how often something has changed that decisions go by, beside metadata
-SCOPES: list[Scoped[Any]] = []  # whose values in this thread decisions go by as well
+SCOPES: list[Scoped[Any]] = [INVARIANT]  # whose values in this thread decisions go by as well
 # types of inputs in which there is nothing hidden
 PLAIN = {Tensor, torch.nn.Parameter, int, bool, float, str, torch.dtype, tuple, type(None)}
 _lock = threading.Lock()
@@ -176,7 +177,8 @@ def register(
         LIB.impl(name, torch.library.fallthrough_kernel, "Negative")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
     if backward is not None and not mutates:  # torch takes a formula only for an op that changes nothing
-        setup = save and saving(save, inputs)
+        save, backward = remembering(save), as_remembered(backward)
+        setup = saving(save, inputs)
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     names = [name for name, *_ in arguments]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
+from .invariance import INVARIANT, batch_invariant
 from .op import SCOPES, log, no_autocast
 from .private_api import Scoped, outside_of_graph
 
@@ -94,6 +95,23 @@ def enable_dynamic_shapes(on: bool = True) -> None:
 def dynamic_shapes_enabled() -> bool:
     """Return the last value passed to `enable_dynamic_shapes`, or that of the environment."""
     return switches.dynamic_shapes
+
+
+def enable_batch_invariance(on: bool = True) -> None:
+    """With it the bits of a token's output and of its gradients depend on that token alone: not on the number
+    of tokens, its position or the other tokens.  Some products are then slower.
+
+    It holds for the layers and products of moe_aiter, and for the gradients of tokens and routing weights.
+    The gradient of a weight is a sum over all tokens, and no part of it.  A backward pass does as its forward
+    pass did.  A layer that cannot be invariant raises ValueError: `Capacity`, expert choice and others that
+    compare tokens, jitter, dropout.
+    """
+    INVARIANT.default = check_bool(on)
+
+
+def batch_invariance_enabled() -> bool:
+    """Whether batch invariance is on: by `enable_batch_invariance`, the environment, or a layer that runs."""
+    return batch_invariant()
 
 
 def check_bool(on: bool) -> bool:

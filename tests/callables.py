@@ -119,6 +119,7 @@ OURS = {
         "shared_intermediate": 4,
         "shared_gate": True,
         "global_balance_group": None,
+        "batch_invariant": False,
         **ROUTER,
         **EXPERTS,
         **COEFFICIENTS,
@@ -174,6 +175,8 @@ OURS = {
         "zero_mean": True,
         "group": None,
     },
+    "batch_invariance_enabled": lambda: {},
+    "enable_batch_invariance": lambda: {"on": False},
     "expert_mlp": lambda: experts_of(
         gate_up=rand(E, 8, H),
         down=rand(E, H, 4),

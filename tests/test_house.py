@@ -19,7 +19,8 @@ TEST_FILES = sorted([*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("exampl
 SOURCES = sorted(REPOSITORY.glob("csrc/*"))
 LEVELS = [
     ["config", "files", "private_api", "torch_ops"],
-    ["op", "replay"],
+    ["invariance", "replay"],
+    ["op"],
     ["backend", "derived", "tuning"],
     ["switches"],
     ["kernels"],

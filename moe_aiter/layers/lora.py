@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..invariance import refuse_batch
 from ..kernels.base.check import (
     cast_as_linear,
     check_axes,
@@ -61,9 +62,8 @@ class LoRAFactors(nn.Module):
     in a step, for all rows; the others are divided by the rest of it.
 
     The pairs belong to `adapters` adapters; those of an expert are neighbours.  `rank` and `alpha` are
-    numbers, or sequences of one number for each adapter.  r is the largest rank; of a smaller one, the rest
-    of A and B stays 0.  If adapters differ in rank or scaling, the buffer `scales` (adapters, r), float64,
-    holds c for each rank and 0 for the rest.
+    numbers, or sequences of one for each adapter.  r is the largest rank; of a smaller one, the rest of A and
+    B stays 0.  If adapters differ in either, the buffer `scales` (adapters, r), float64, has c, then 0.
     """
 
     scales: Tensor | None
@@ -154,6 +154,8 @@ class LoRAFactors(nn.Module):
 
     def scale(self, a: Tensor, dtype: torch.dtype) -> Tensor:
         """Return c of each rank of `a`, in training 0 for the ranks that are dropped: (count, r, 1)."""
+        if self.training and (self.dropout or self.rank_dropout):
+            refuse_batch(f"dropout is {self.dropout} and rank_dropout {self.rank_dropout}: both are random")
         kept = F.dropout(a.new_ones(*a.shape[:2], 1, dtype=dtype), self.rank_dropout, self.training)
         return self.scale_of(len(a), dtype) * kept
 

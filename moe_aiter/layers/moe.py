@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..invariance import invariant, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -71,6 +72,7 @@ class MoE(nn.Module):
                optimizer step `balance_step` adjusts that bias by the choices that `load` has counted.
                `quantile_bins` > 0 (Kimi K3: 1000) also counts what `balance_step(rule="quantile")` needs.
     `bias` gives router, experts and shared expert biases.
+    `batch_invariant` turns batch invariance on for this layer: see `enable_batch_invariance`.
     You may replace `router` by another module (T, H) -> Routing, and `experts` by one with the arguments of
     `Experts.forward`.
 
@@ -105,6 +107,7 @@ class MoE(nn.Module):
     monitor: Any = None  # a Monitor's recorder, while there is one
     routes: Any = None  # records or replays routes, while `record_routes` or `replay_routes` is open
     _loss_scale: Tensor | None = None  # None is 1
+    batch_invariant: bool = False  # of a layer that 0.2 pickled
 
     @checked
     def __init__(
@@ -117,6 +120,7 @@ class MoE(nn.Module):
         load_balance_coef: float = 0.0, sequence_balance_coef: float = 0.0, global_balance_coef: float = 0.0,
         global_balance_group: "torch.distributed.ProcessGroup | None" = None, z_loss_coef: float = 0.0,
         row_chunks: int | None = None, recompute: str = "none", fp8: str | None = None,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -136,6 +140,7 @@ class MoE(nn.Module):
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity, self.zero_compute, self.aux_losses = capacity, zero_compute, AuxLosses()
+        self.set_batch_invariant(batch_invariant, choice, jitter)
         self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
         self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
@@ -143,6 +148,20 @@ class MoE(nn.Module):
         self.shared = new_shared(hidden, shared_intermediate, shared_gate, mlp)
         self.set_dense_gradient(dense_router_gradient)
         self.set_counts(bool(selection_bias or global_balance_coef), quantile_bins, device)
+
+    def set_batch_invariant(self, on: bool, choice: Choice | None, jitter: float) -> None:
+        check_flags(batch_invariant=on)
+        self.batch_invariant = on
+        with invariant(on):
+            self.check_by_token()
+            if choice is not None:
+                choice.check_by_token()
+            if jitter:
+                refuse_batch(f"jitter is {jitter}, which is random noise")
+
+    def check_by_token(self) -> None:
+        if self.capacity is not None:
+            refuse_batch(f"{self.capacity} drops choices of a token because of other tokens")
 
     def set_dense_gradient(self, dense: bool) -> None:
         self.dense_router_gradient = dense
@@ -223,6 +242,18 @@ class MoE(nn.Module):
         """
         if return_routing is not False:
             check_flags(return_routing=return_routing)
+        given = mask, cu_seqlens, expert_ids, routing_weights, adapter_ids, return_routing
+        if not self.batch_invariant:
+            return self.route_and_mix(x, *given)
+        with invariant():
+            return self.route_and_mix(x, *given)
+
+    def route_and_mix(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, expert_ids: Tensor | None,
+        routing_weights: Tensor | None, adapter_ids: Tensor | None, return_routing: bool,
+    ) -> Tensor | tuple[Tensor, MoERouting]:  # fmt: skip
+        """Do as `forward`."""
+        self.check_by_token()
         tokens, mask, sequences = self.flattened(x, mask, cu_seqlens)
         if self.routes is not None:
             expert_ids, routing_weights = self.routes.given(x, expert_ids, routing_weights)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..invariance import refuse_batch
 from ..kernels.base.check import check_known, check_range, check_sizes
 from ..kernels.rows.route import decide
 from ..kernels.rows.topk import topk
@@ -24,9 +25,15 @@ class Choice:
     by_logits = False  # ranked by logits, not by scores
     takes_bias = True  # whether a selection bias changes anything
     takes_capacity = True
+    by_token = True  # a token's experts depend on its own scores alone
 
     def check(self, top_k: int, num_experts: int) -> None:
         """Raise ValueError for sizes that do not fit."""
+
+    def check_by_token(self) -> None:
+        """Raise ValueError if batch invariance is on and this choice looks at other tokens, or at chance."""
+        if not self.by_token:
+            refuse_batch(f"{self} does not choose the experts of a token by its own scores alone")
 
     def most_experts(self, top_k: int, num_experts: int) -> int:
         """Return how many weights of a token are divided by their sum at most."""
@@ -109,6 +116,7 @@ class Forced(Choice):
 
     how: str = "round_robin"
     takes_bias = False
+    by_token = False
 
     def __post_init__(self) -> None:
         check_known("how", self.how, ("round_robin", "random"))
@@ -169,6 +177,7 @@ class Sinkhorn(Choice):
     iterations: int = 8
     by_logits = True
     takes_bias = False
+    by_token = False
 
     def __post_init__(self) -> None:
         check_sizes(iterations=self.iterations)
@@ -201,6 +210,7 @@ class ExpertChoice(Choice):
     max_per_token: int | None = None
     takes_bias = False  # it would be the same for all tokens of an expert
     takes_capacity = False
+    by_token = False
 
     def __post_init__(self) -> None:
         warn_of_later_tokens()
@@ -245,6 +255,7 @@ class TokenRounding(Choice):
     to: str = "nearest"
     max_added: int | None = None
     takes_capacity = False
+    by_token = False
 
     def __post_init__(self) -> None:
         check_sizes(tile=self.tile)

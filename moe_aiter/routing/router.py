@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..invariance import refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -140,6 +141,7 @@ def check_router_choice(choice: Choice | None, top_k: int, num_experts: int, wha
         if not isinstance(choice, Choice):
             raise TypeError(f"choice must be a Choice, as GroupLimit is one, not {type(choice).__name__}")
         choice.check(top_k, num_experts)
+        choice.check_by_token()
         if biased and not choice.takes_bias:
             raise ValueError(f"a selection bias would change nothing for {choice}")
 
@@ -327,7 +329,10 @@ class Router(nn.Module):
         return self.choose(router_logits(x, self.weight, self.bias), need_scores, mask)
 
     def adds_noise(self) -> bool:
-        return self.jitter > 0 and self.training
+        noisy = self.jitter > 0 and self.training
+        if noisy:
+            refuse_batch(f"jitter is {self.jitter}, which is random noise")
+        return noisy
 
     def with_noise(self, x: Tensor) -> Tensor:
         noise = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
