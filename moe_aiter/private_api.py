@@ -75,6 +75,7 @@ FAST = {
     torch.bfloat16: ONEDNN and find("torch.ops.mkldnn._is_mkldnn_bf16_supported")(),
     torch.float16: ONEDNN and find("torch.ops.mkldnn._is_mkldnn_fp16_supported")(),
 }
+onednn_linear = ONEDNN and find("torch.ops.mkldnn._linear_pointwise")  # F.linear, of float32 too
 
 
 def fast_on_cpu(dtype: torch.dtype) -> bool:

@@ -29,6 +29,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .check import check_finite, check_positive
+from .fixed_rows import each_number
 from .launch import tl, triton
 
 
@@ -219,11 +220,11 @@ class Activation:
 
     def torch_fn(self, x: Tensor) -> Tensor:
         """f"""
-        return FUNCTIONS[self.base][0](x, *self.limits)
+        return each_number(lambda t: FUNCTIONS[self.base][0](t, *self.limits), x)
 
     def torch_up(self, x: Tensor) -> Tensor:
         """h"""
-        return FUNCTIONS[self.up][0](x, *self.limits)
+        return each_number(lambda t: FUNCTIONS[self.up][0](t, *self.limits), x)
 
     @functools.cached_property
     def triton_fns(self) -> dict[str, Callable | None]:

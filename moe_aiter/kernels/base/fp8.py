@@ -14,6 +14,7 @@ from torch import Tensor
 from ...config import interpret
 from ...private_api import int8_product
 from .check import FLOATS, OCP, check_tensor, wide
+from .fixed_rows import multiply_rows
 from .launch import tl, triton
 
 # formats
@@ -114,7 +115,7 @@ def is_promoted(x: Tensor) -> bool:
 def product(x, w):
     """x @ w in float32: of int8 exact, and rounded once."""
     if x.dtype != torch.int8:
-        return wide(x) @ wide(w)
+        return multiply_rows(wide(x), wide(w))
     # torch's own is wrong where there is one number to sum
     if x.is_cpu and 1 < x.shape[1] <= MOST_K and has_exact_int8():
         w = in_rows(w.mT).mT if w.mT.is_contiguous() else in_rows(w)

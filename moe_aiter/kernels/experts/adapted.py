@@ -61,7 +61,8 @@ from ..quantize.four_bit import FP8, FourBit, check_four_bit, codes_in
 from ..quantize.layouts import transpose_rows8
 from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
-from ..rows.sums import bias_dots, group_sum, scaled_rows, weigh_rows_op
+from ..rows.sums import group_sum, scaled_rows, weigh_rows_op
+from .down import bias_dots
 from .fp8 import GmmFp8Inputs, ZFp8Inputs, gmm_fp8_op
 from .inputs import check_expert_values
 from .up import ZInputs, up_gradients

@@ -18,6 +18,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from ...invariance import batch_invariant
 from ...op import Written, define_op, extended, gradients, saved_tensors, takes
 from ..base.activations import get_activation
 from ..base.check import check_float, sum_dtype, take_rows, wide
@@ -123,11 +124,11 @@ class WeightGradient:
         grad = self.grads[block.expert]
         fresh = block.starts and not self.onto_main
         if grad.dtype == left.dtype and (grad.dtype == sum_dtype(grad) or (fresh and block.ends)):
-            matmul_into(grad, left.mT, right, None if fresh else grad)
+            matmul_into(grad, left.mT, right, None if fresh else grad, by_row=False)
             return
         if self.product is None:
             self.product = left.new_empty(grad.shape)
-        matmul_into(self.product, left.mT, right)
+        matmul_into(self.product, left.mT, right, by_row=False)
         if self.onto_main:
             grad.add_(self.product)
             return
@@ -243,7 +244,8 @@ class HostSteps:
         """
         uneven = 2 * max(rows, default=0) * self.threads > sum(rows)
         small = sum(rows) * multiplications < len(rows) * SMALL
-        return 1 if uneven or small else self.threads
+        # with batch invariance no product may be shared here and not there: oneDNN may split its sums
+        return 1 if (uneven or small) and not batch_invariant() else self.threads
 
     def for_each(self, n: int, workers: int, task: Callable[[int, int], None]) -> None:
         if workers == 1:
@@ -403,6 +405,7 @@ class BackwardLoop(Loop):
             name: dout.new_zeros(getattr(self.grads, name).shape, dtype=self.sums)
             for name in ("x", "gate_up_bias", "down_bias", "routing_weights")
         }
+        self.multiply_wide = chosen(*[self.totals["routing_weights"]] * 2, None)
         self.views = {name: view(total) for name, total in self.totals.items()}
         self.dweights = view(self.totals["routing_weights"].view(-1))
         # a task is a whole expert, so that its weight gradients have one worker
@@ -440,8 +443,9 @@ class BackwardLoop(Loop):
         self.multiply(da, dy, self.down[expert], None)
         steps.glu_backward(da_view, z, choices, (dz_view, a_view, self.dweights))
         if self.down_bias[expert] is not None:
-            dots = wide(dy[:n]) @ wide(self.down_bias[expert])
-            self.totals["routing_weights"].view(-1)[self.i.order[first:last]] += dots
+            dots = self.totals["routing_weights"].new_empty(n, 1)
+            self.multiply_wide(dots, wide(dy[:n]), wide(self.down_bias[expert])[:, None], None)
+            self.totals["routing_weights"].view(-1)[self.i.order[first:last]] += dots[:, 0]
 
         if needs.down:
             self.products["down"][worker].add(block, dy, a)

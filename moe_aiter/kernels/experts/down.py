@@ -57,6 +57,7 @@ from ..base.tile import (
     swizzle,
     tile_options,
 )
+from ..dense.gemm import gemm_op
 from ..grouped.gmm import (
     GmmUnpermuteInputs,
     GroupedInputs,
@@ -65,7 +66,7 @@ from ..grouped.gmm import (
     gmm_unpermute_reference,
 )
 from ..grouped.tgmm import add_guest_gradient, weight_gradient
-from ..rows.sums import bias_dots, bind_add_partial_sums, group_sum
+from ..rows.sums import bind_add_partial_sums, group_sum
 from .glu import GluBackwardInputs, GluInputs, glu_backward_reference, glu_reference
 from .inputs import check_expert_values
 
@@ -399,6 +400,16 @@ def down_gradients(
             s = routing_weights.to(ds.dtype).contiguous()
             dbias = group_sum(dout, group_sizes, order, top_k, s).to(bias.dtype)
     return dz, dw, dbias, ds.to(routing_weights.dtype)
+
+
+def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> Tensor:
+    """<dout, bias> of each choice (T, k), 0 for a dropped one: of every expert, then of the chosen ones.
+
+    E products a token instead of k rows gathered.
+    """
+    expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
+    dots = gemm_op(wide(dout)[None], wide(bias).T[None], None, None, "", 1.0, 0.0, None, False)[0][0]
+    return dots.gather(1, expert).masked_fill(rank < 0, 0)
 
 
 def down_grad_over_z(dout: Tensor, z: Tensor, *rest) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...op import binds, define_op, gradients, takes
 from ..base.activations import Caps, Limits, get_activation, join_gate_up, split_gate_up, torch_cap
 from ..base.check import Operand, check_fields, check_float, check_size
+from ..base.fixed_rows import each_number
 from ..base.host import HOST_DTYPES, array, ext, host, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.tile import in_units, unit_of
@@ -81,10 +82,14 @@ def glu_reference(i: GluInputs) -> Tensor:
 def glu_backward_reference(i: GluBackwardInputs) -> Tensor:
     act = get_activation(i.activation)
     if not act.gated:
-        return TORCH_GRADIENTS[act.base](i.dout, i.z)
+        return each_number(TORCH_GRADIENTS[act.base], i.dout, i.z)
+
+    def gradient(name: str, dout: Tensor, x: Tensor) -> Tensor:
+        return each_number(lambda d, t: TORCH_GRADIENTS[name](d, t, *act.limits), dout, x)
+
     gate, up = split_gate_up(i.z, i.interleaved)
-    dgate = TORCH_GRADIENTS[act.base](i.dout * act.torch_up(up), gate, *act.limits)
-    dup = TORCH_GRADIENTS[act.up](i.dout * act.torch_fn(gate), up, *act.limits)
+    dgate = gradient(act.base, i.dout * act.torch_up(up), gate)
+    dup = gradient(act.up, i.dout * act.torch_fn(gate), up)
     return join_gate_up(dgate, dup, i.interleaved)
 
 

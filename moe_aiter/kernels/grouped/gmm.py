@@ -36,12 +36,12 @@ from ..base.check import (
     check_shape,
     check_size,
     fourth_argument,
-    multiply_apart,
     oriented,
     result_dtype,
     split_groups,
     wide,
 )
+from ..base.fixed_rows import multiply_rows
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.lent import all_weights, matrix_of, own_part, unit_with
 from ..base.sources import leaving
@@ -110,7 +110,7 @@ def gmm_reference(i: GroupedInputs) -> Tensor:
     dtype = i.dtype or i.lhs.dtype
     product = torch.promote_types(i.lhs.dtype, dtype)  # rounded once, to what is asked for
     *rows, rest = split_groups(i.lhs, i.group_sizes)
-    out = [multiply_apart(r.to(product), i.rhs[g].to(product)) for g, r in enumerate(rows)]
+    out = [multiply_rows(r.to(product), i.rhs[g].to(product)) for g, r in enumerate(rows)]
     if i.bias is not None:
         out = [(wide(o) + i.bias[g]).to(dtype) for g, o in enumerate(out)]
     return torch.cat([*(o.to(dtype) for o in out), rest.new_zeros(len(rest), i.rhs.shape[2], dtype=dtype)])

@@ -28,6 +28,7 @@ from ..base.check import (
     refuse_gradient,
     wide,
 )
+from ..base.fixed_rows import multiply_rows
 from ..base.fp8 import FP8, add_product, as_loaded, as_operands, as_rows, check_scales, is_promoted
 from ..base.launch import bind_kernel, cdiv, jit_kernel, tl, triton
 from ..base.shuffle import check_shuffle, unshuffle_weight
@@ -56,7 +57,7 @@ def masked_gmm_reference(i: MaskedInputs) -> None:
     (G, M, _), w = i.x.shape, unshuffle_weight(i.w) if i.shuffled else i.w
     sizes = [M] * G if i.group_sizes is None else i.group_sizes.clamp(0, M).tolist()
     for g, size in enumerate(sizes):
-        y = wide(i.x[g, :size]) @ wide(w[g]).T
+        y = multiply_rows(wide(i.x[g, :size]), wide(w[g]).T)
         y = y if i.x_scale is None else y * i.x_scale[g, :size, None]
         i.out[g, :size] = y if i.w_scale is None else y * i.w_scale[g]
 

@@ -23,9 +23,9 @@ from ..base.check import (
     cast_as_linear,
     check_fields,
     check_tensor,
-    multiply_apart,
     needs_grad,
 )
+from ..base.fixed_rows import multiply_rows
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
     TILE_DTYPES,
@@ -83,7 +83,7 @@ def segment_gmm_reference(i: SegmentInputs) -> Tensor:
     before, segments, past = split_segments(x, i.lens, i.indptr)
     pairs = zip([before, *segments, past], [None, *numbers, None], strict=True)
     return torch.cat(
-        [r.new_zeros(len(r), w.shape[2]) if n is None else multiply_apart(r, w[n]) for r, n in pairs]
+        [r.new_zeros(len(r), w.shape[2]) if n is None else multiply_rows(r, w[n]) for r, n in pairs]
     )
 
 

@@ -172,7 +172,7 @@ class SegmentTgmmInputs(NamedTuple):
 
 def segment_tgmm_reference(i: SegmentTgmmInputs) -> Tensor:
     out = i.x.new_zeros(i.weights, i.x.shape[1], i.y.shape[1])
-    product = chosen(out, i.x, None)
+    product = chosen(out, i.x, None, by_row=False)
     numbers = weight_numbers(i.weight_indices, num_segments(i.lens, i.indptr), i.weights)
     x, y = (split_segments(t, i.lens, i.indptr)[1] for t in (i.x, i.y))
     for n, a, b in zip(numbers, x, y, strict=True):

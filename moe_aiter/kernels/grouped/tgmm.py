@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from ...invariance import batch_invariant
 from ...op import Written, binds, define_inplace_op, define_op, is_transformed, takes
 from ...private_api import fast_on_cpu
 from .. import hopper
@@ -38,6 +39,7 @@ from ..base.check import (
     sum_dtype,
     take_rows,
 )
+from ..base.fixed_rows import multiply_by_blocks
 from ..base.launch import Descriptor, bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import (
     BLOCK,
@@ -126,16 +128,30 @@ def widened(out: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(wide), y.to(wide)
 
 
-def chosen(out: Tensor, x: Tensor, plus: Tensor | None) -> Callable:
-    """Return `multiply_in_place` where torch can do that and is not slow, or else `multiply_wide`."""
+def multiply_wide_by_blocks(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None) -> None:
+    """Do as `multiply_wide` by `multiply_by_blocks`."""
+    x, y = widened(out, x, y)
+    sums = x.new_empty(out.shape)
+    multiply_by_blocks(sums, x, y, None if plus is None else plus.to(x.dtype))
+    out.copy_(sums)
+
+
+def chosen(out: Tensor, x: Tensor, plus: Tensor | None, by_row: bool = True) -> Callable:
+    """Return `multiply_in_place` where torch can do that and is not slow, or else `multiply_wide`.
+
+    With batch invariance, products by blocks of rows; not where all rows are summed, without `by_row`.
+    """
     same = {x.dtype, out.dtype if plus is None else plus.dtype} == {out.dtype}
     slow = out.is_cpu and not fast_on_cpu(out.dtype)
-    return multiply_in_place if same and not slow and not is_transformed() else multiply_wide
+    in_place = same and not slow and not is_transformed()
+    if by_row and batch_invariant() and not is_transformed():
+        return multiply_by_blocks if in_place else multiply_wide_by_blocks
+    return multiply_in_place if in_place else multiply_wide
 
 
-def matmul_into(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None = None) -> None:
+def matmul_into(out: Tensor, x: Tensor, y: Tensor, plus: Tensor | None = None, by_row: bool = True) -> None:
     """`out = x @ y + plus`, by the function that `chosen` returns."""
-    chosen(out, x, plus)(out, x, y, plus)
+    chosen(out, x, plus, by_row)(out, x, y, plus)
 
 
 def fill_gmm(out: Tensor, i, zero_rest: bool = True) -> None:
@@ -154,7 +170,7 @@ def fill_tgmm(out: Tensor, i: TgmmInputs, accumulate: bool = False, first: int =
     x, y = operands_of(i)
     if x.dtype != out.dtype:  # all groups at once, whose float32 result is then written in place
         x, y = widened(out, x, y)
-    product, ends = chosen(out, x, None), group_ends(i.group_sizes, len(x))
+    product, ends = chosen(out, x, None, by_row=False), group_ends(i.group_sizes, len(x))
     parts = zip(x.tensor_split(ends)[first:], y.tensor_split(ends)[first:], strict=True)
     for o, (a, b) in zip(out.unbind(), parts, strict=False):
         if len(a):

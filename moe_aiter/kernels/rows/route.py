@@ -28,6 +28,7 @@ from ...private_api import is_exporting, softmax_gradient
 from ...replay import always_save, current_pass
 from ...torch_ops import NAMESPACE
 from ..base.check import Operand, check_fields, check_finite, check_float, check_whole_shape, wide
+from ..base.fixed_rows import each_number
 from ..base.host import array, ext, host, num_threads
 from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense
@@ -246,7 +247,7 @@ route_backward_op = define_op(
 
 # route: reference
 def route_reference(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
-    scores = i.logits.sigmoid() if i.sigmoid else i.logits.softmax(1)
+    scores = each_number(torch.sigmoid, i.logits) if i.sigmoid else i.logits.softmax(1)
     ranked = i.logits if i.renormalize and not i.sigmoid else scores
     if i.fixed_ids is None:
         chosen, ids = topk_reference(TopkInputs(ranked, i.top_k))
@@ -359,7 +360,7 @@ def launch_route_host(out: tuple[Tensor, Tensor, Tensor], i: RouteInputs) -> Non
     """torch's scores, and the extension's choice."""
     scores, weights, ids = out
     if i.sigmoid:
-        torch.sigmoid(i.logits, out=scores)
+        scores.copy_(each_number(torch.sigmoid, i.logits))
     elif scores.numel():
         torch.softmax(i.logits, 1, out=scores)
     ranked = i.logits if i.renormalize and not i.sigmoid else scores

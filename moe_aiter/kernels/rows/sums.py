@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import binds, define_op, no_autocast, takes
+from ...op import binds, define_op, takes
 from ..base.check import (
     Float,
     Index,
@@ -202,17 +202,6 @@ def group_sum(
     Not differentiable.
     """
     return group_sum_op(y, group_sizes, order, top_k, scale)
-
-
-def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> Tensor:
-    """<dout, bias> of each choice (T, k), 0 for a dropped one: of every expert, then of the chosen ones.
-
-    E products a token instead of k rows gathered.
-    """
-    expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-    with no_autocast(dout):
-        dots = wide(dout) @ wide(bias).T
-    return dots.gather(1, expert).masked_fill(rank < 0, 0)
 
 
 # weigh_rows: reference
