@@ -25,10 +25,14 @@ def batch_invariant() -> bool:
 @contextlib.contextmanager
 def invariant(on: bool = True) -> Iterator[None]:
     """Make the answer True inside the block if `on`; otherwise leave it as it is."""
-    if not on or INVARIANT.get():
+    with contextlib.nullcontext() if not on or INVARIANT.get() else INVARIANT.set(True):
         yield
-        return
-    with INVARIANT.set(True):
+
+
+@contextlib.contextmanager
+def summing_tokens() -> Iterator[None]:
+    """Make the answer False inside the block, for the gradient of a weight, which no token has alone."""
+    with INVARIANT.set(False) if INVARIANT.get() else contextlib.nullcontext():
         yield
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import settings
+from ..invariance import batch_invariant
 from ..kernels.base.check import (
     check_device,
     check_float,
@@ -57,6 +58,8 @@ def patch_linear() -> LinearPatch:
 
         with patch_linear():
             model(x)
+
+    With batch invariance, float32 as well: see `enable_batch_invariance`.
 
     All other products, and those that `tuned_gemm` does not support, run as before.  The patch holds for
     modules that inherit nn.Linear's own forward, gradients included.  torch computes products of weights that
@@ -126,7 +129,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def is_ours(x: Tensor, weight: Tensor) -> bool:
     if type(x) not in PARAMETERS or type(weight) not in PARAMETERS:
         return False
-    if x.dtype not in HALVES or weight.dtype != x.dtype:
+    dtypes = (*HALVES, torch.float32) if batch_invariant() else HALVES
+    if x.dtype not in dtypes or weight.dtype != x.dtype:
         return False
     device = x.device.type
     if x.is_meta:  # torch knows no autocast of meta tensors
@@ -247,6 +251,8 @@ def preshuffled(module: nn.Linear, x: Tensor, weight: Tensor) -> Tensor | None:
 
 def takes_shuffled(rows: int, weight: Tensor) -> bool:
     """Whether so many rows are multiplied by the shuffled weight."""
+    if batch_invariant():
+        return False
     shuffled = None
     if settings.config_gemm_bf16:
         (N, K), device = weight.shape, this_device(weight.device)

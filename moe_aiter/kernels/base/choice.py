@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...invariance import batch_invariant
 from ...private_api import scaled_product
 from ...tuning.choice import choose_backend
 from .gemm_row import GemmInputs
@@ -21,6 +22,7 @@ from .launch import cdiv, num_programs
 
 FEW = 16  # rows, which `launch_few_rows` is for
 LONG = 2**22  # numbers of all weights, 8 MiB: what was measured is as much and more
+MANY_ROWS = 4096  # with batch invariance, tables are asked about so many
 DEEP = 512  # of them in a row, or some warps of a program would have nothing to read
 
 
@@ -28,6 +30,8 @@ def should_use_gemm(backend: str) -> Callable[..., bool]:
     """Whether `backend`, which could compute it, should."""
 
     def check(i: GemmInputs) -> bool:
+        if batch_invariant():  # torch's sums, and which of ours is the fastest, depend on the number of rows
+            return backend == "triton"
         if i.dtype not in (None, i.x.dtype):  # torch would convert the operands first
             return backend == "triton"
         otherwise = "torch" if i.w.stride(2) == 1 else unmeasured(i.x.shape[1:], i.w.numel(), i.w.itemsize)
@@ -61,6 +65,8 @@ def should_use_scaled(backend: str) -> Callable[..., bool]:
     """Whether `backend`, hopper or triton, which could compute it, should."""
 
     def check(i) -> bool:
+        if batch_invariant():
+            return backend == "triton"
         (M, K), N = i.x.shape, i.w.shape[1]
         asked = "scaled_fp8", i.x, "nt", "none", M, N, K
         if fits_blas(i) and choose_backend(*asked, otherwise=backend) == "torch":

@@ -8,11 +8,14 @@ tuning/choice.py.  `matmul_precision` gives torch's own products of float32 the 
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ... import tuning
+from ...config import interpret
+from ...invariance import batch_invariant, summing_tokens
 from ...op import binds, copy_into, define_op, gradients, takes
 from ...private_api import addmm_activation
 from ...switches import MATMUL, float32_precision
@@ -27,13 +30,13 @@ from ..base.check import (
     check_real,
     check_size,
     check_tensor,
-    multiply_apart,
     needs_grad,
     packed,
     sum_dtype,
     wide,
 )
-from ..base.choice import should_use_gemm
+from ..base.choice import MANY_ROWS, should_use_gemm
+from ..base.fixed_rows import each_number, multiply_rows
 from ..base.gemm_row import (
     GemmInputs,
     bind_one_row,
@@ -46,6 +49,7 @@ from ..base.gemm_row import (
 )
 from ..base.launch import bind_kernel, cdiv, jit_kernel, num_programs, tl
 from ..base.tile import TILE_DTYPES, in_units, multiply, swizzle, tile_options, unit_of, whole_units
+from ..grouped.tgmm import chosen
 
 # precision
 
@@ -62,10 +66,10 @@ def matmul_precision(x: Tensor) -> contextlib.AbstractContextManager:
 def gemm_reference(i: GemmInputs) -> tuple[Tensor, Tensor]:
     dtype = i.dtype or i.x.dtype
     product = torch.promote_types(i.x.dtype, dtype)  # rounded once, to what is asked for
-    z = i.alpha * wide(multiply_apart(i.x.to(product), i.w.to(product)))
+    z = i.alpha * wide(multiply_rows(i.x.to(product), i.w.to(product)))
     z = z if i.c is None else z + i.beta * wide(i.c)
     z = z if i.bias is None else z + wide(i.bias)
-    out = FUNCTIONS[i.activation][0](z) if i.activation else z
+    out = each_number(FUNCTIONS[i.activation][0], z) if i.activation else z
     return out.to(dtype), z.to(dtype) if i.save_z else z.new_empty(0, dtype=dtype)
 
 
@@ -76,12 +80,18 @@ def fill_gemm(outs: tuple[Tensor, Tensor], i: GemmInputs) -> None:
     if any(t is not None and t.dtype != y.dtype for t in (i.x, i.bias, i.c)):
         return copy_into(outs, gemm_reference(i))
     with matmul_precision(i.x):
-        if fits_fused(out, i):
+        if batch_invariant():
+            multiply_rows_into(y, i)
+        elif fits_fused(out, i):
             addmm_activation.out(i.bias, i.x[0], i.w[0], out=out[0])
             return
-        multiply_into(y, i)
+        else:
+            multiply_into(y, i)
     if i.activation:
-        activate_into(out, y, i.activation)
+        if batch_invariant():
+            out.copy_(each_number(FUNCTIONS[i.activation][0], y))
+        else:
+            activate_into(out, y, i.activation)
 
 
 def fits_fused(out: Tensor, i: GemmInputs) -> bool:
@@ -109,6 +119,16 @@ def multiply_into(y: Tensor, i: GemmInputs) -> None:
         product(added, x, w, beta=factor, alpha=i.alpha, out=y)
     if i.c is not None and i.bias is not None:
         y += i.bias
+
+
+def multiply_rows_into(y: Tensor, i: GemmInputs) -> None:
+    """Do as `multiply_into`, and give a row the same bits in any batch."""
+    alone = i.alpha == 1 and i.c is None
+    if not alone:
+        y.copy_(gemm_reference(i._replace(activation="", dtype=y.dtype, save_z=False))[0])
+        return
+    for out, x, w in zip(y, i.x, i.w, strict=True):
+        chosen(out, x, i.bias)(out, x, w, i.bias)
 
 
 def activate_into(out: Tensor, z: Tensor, activation: str) -> None:
@@ -141,6 +161,7 @@ def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
+FEW_TILES = tuning.Config(64, 32, 128, num_warps=4, num_stages=4)  # instead, where that leaves a GPU idle
 
 # kernel
 
@@ -218,14 +239,15 @@ def new_gemm(i: GemmInputs) -> tuple[Tensor, Tensor]:
 @takes(*TILE_DTYPES)
 def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     """`config`: a tile in place of the tables'."""
-    if takes_row(i.x, i.w, config):
+    if takes_row(i.x, i.w, config) and not batch_invariant():
         return bind_one_row(i, config)
     config = None if config is not None and config.block_m == 1 else config  # another product's
     (B, M, K), N = i.x.shape, i.w.shape[2]
     full = i.activation or i.c is not None
-    config = config or tuning.lookup("gemm_full" if full else "gemm", i.x.dtype, B * M, N, K, B)
+    config = config or tile_of("gemm_full" if full else "gemm", i)
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n) * B
-    splits, part = splits_of(tiles, K, config.block_k, num_programs(i.x))
+    units = 1 if batch_invariant() else num_programs(i.x)  # a sum is split for few rows
+    splits, part = splits_of(tiles, K, config.block_k, units)
     alpha, beta, bias_stride, c_strides = epilogue_of(i)
     kernel = bind_kernel(
         gemm_kernel, (tiles * splits,), ACTIVATION=in_triton(i.activation),
@@ -234,6 +256,20 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     )  # fmt: skip
     numbers = B, M, N, K, part, alpha, beta, i.x.stride(), i.w.stride(), bias_stride, c_strides
     return bind_split(i, splits, kernel, numbers)
+
+
+def tile_of(op: str, i: GemmInputs) -> tuning.Config:
+    """Return a tile for these inputs.
+
+    With batch invariance, all tiles have the same matrix instructions.  On Hopper, a tile of fewer than 64
+    rows has others.
+    """
+    (B, M, K), N = i.x.shape, i.w.shape[2]
+    if not batch_invariant():
+        return tuning.lookup(op, i.x.dtype, B * M, N, K, B)
+    config = tuning.lookup(op, i.x.dtype, B * MANY_ROWS, N, K, B)
+    tiles = B * cdiv(M, config.block_m) * cdiv(N, config.block_n)
+    return config if interpret or 2 * tiles > num_programs(i.x) else FEW_TILES
 
 
 def fits_float32(i: GemmInputs) -> bool:
@@ -267,12 +303,13 @@ def backward_gemm(ctx, dout, _):
         if activation:
             if torch.is_grad_enabled() and activation != "relu":  # z has no gradient of its own
                 saved, _ = gemm_op(x, w, bias, c, "", alpha, beta, dout.dtype, False)
-            dz = activation_gradient(dout, saved, activation)
+            dz = each_number(partial(activation_gradient, activation=activation), dout, saved)
         dc = (beta * dz).to(c_dtype) if needs.c else None
         dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if needs.bias else None
         dz = dz.to(x.dtype)
         dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if needs.x else None
-        dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if needs.w else None
+        with summing_tokens():
+            dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if needs.w else None
     return gradients(GemmInputs, x=dx, w=dw, bias=dbias, c=dc)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ...invariance import batch_invariant
 from ...op import binds, define_op, takes
 from .. import hopper
 from ..base.check import (
@@ -28,7 +29,7 @@ from ..base.check import (
     refuse_gradient,
     take_rows,
 )
-from ..base.choice import fits_blas, multiply_by_blas, should_use_scaled
+from ..base.choice import MANY_ROWS, fits_blas, multiply_by_blas, should_use_scaled
 from ..base.fp8 import (
     FP8,
     MOST_K,
@@ -237,7 +238,8 @@ def bind_scaled(i: ScaledGroupsInputs, M: int) -> Callable:
     (x, w), (x_format, w_format) = as_operands(*operands(i))
     long = x.dtype == torch.int8 and K > MOST_K
     kind = "int8" if x.dtype == torch.int8 else "decode" if x_format or w_format else "fp8"
-    rows = M if G > 1 else min(M, max(M * N // WIDTH, 1))
+    M_asked = MANY_ROWS if batch_invariant() else M  # then every number of rows has the same tile
+    rows = M_asked if G > 1 else min(M_asked, max(M_asked * N // WIDTH, 1))
     config = tuning.lookup(f"scaled_{'long' if long else kind}", x.dtype, rows, N, K, G)
     # registers have no room to store more
     if i.dtype.itemsize == 4 and config.block_m * config.block_n > LARGEST:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config import settings
 from ...derived import derived
+from ...invariance import batch_invariant, summing_tokens
 from ...op import (
     IMPLS,
     ORDER,
@@ -234,7 +235,8 @@ def backward_tuned_gemm(ctx, dout):
     dbias = dout.sum(0).to(ctx.bias_dtype) if needs.bias else None
     dout = dout.to(x.dtype)
     dx = gemm(dout, weight) if needs.x else None
-    dweight = gemm(dout.mT, x) if needs.weight else None
+    with summing_tokens():
+        dweight = gemm(dout.mT, x) if needs.weight else None
     return gradients(TunedInputs, x=dx, weight=dweight, bias=dbias)
 
 
@@ -296,6 +298,8 @@ def product_of(
     if is_shuffled and cast_as_linear(x, weight)[1] is not weight:  # the order is that of a dtype
         weight, is_shuffled = usual_order(weight), False
     x, weight, bias = cast_as_linear(x, weight, bias)
+    if batch_invariant() and PARAMETERS.issuperset((type(x), type(weight))):
+        return gemm(x, (usual_order(weight) if is_shuffled else weight).mT, bias, out_dtype=dtype)
     if torch.compiler.is_compiling():
         return traced(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
     key = (

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ... import tuning
+from ...invariance import batch_invariant
 from ..base.choice import FEW
 from ..base.gemm_row import GemmInputs, bind_one_row, bind_split, epilogue_of, finish, splits_of, takes_row
 from ..base.launch import bind_kernel, cdiv, num_programs
@@ -367,10 +368,10 @@ def finish_tile(acc, CONSUMER: gl.constexpr, finish, matrix, row, end, column, S
 
 def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
     (B, M, K), N, rows = i.x.shape, i.w.shape[2], i.w.stride(2) != 1
-    few = M <= FEW and rows
+    few = M <= FEW and rows and not batch_invariant()  # few rows have other matrix instructions
     if config is not None and (config.block_m <= FEW) != few:  # a row of a user's file: another product's
         config = None
-    if K > SHORT and takes_row(i.x, i.w, config):
+    if K > SHORT and takes_row(i.x, i.w, config) and not batch_invariant():
         return bind_one_row(i, config)
     if few:
         return bind_few_rows(i, None if config is not None and config.block_m == 1 else config)
