@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..invariance import refuse_batch
+from ..invariance import as_remembered, batch_invariant, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -20,9 +20,11 @@ from ..kernels.base.check import (
     checked,
     packed,
 )
+from ..kernels.base.gemm_row import GemmInputs
+from ..kernels.dense.gemm import gemm_op
 from ..kernels.rows.route import choose_experts, decide
 from ..kernels.rows.topk import topk
-from ..op import define_op, gradients, is_unwatched, no_autocast, saved_tensors
+from ..op import define_op, fill, gradients, is_unwatched, no_autocast, saved_tensors
 from ..replay import current_pass
 from .choices import Choice
 from .losses import check_mask
@@ -178,6 +180,11 @@ def new_logits(i: LogitsInputs) -> Tensor:
 
 
 def fill_logits(out: Tensor, i: LogitsInputs) -> None:
+    if batch_invariant():
+        same = accumulates(i.x, i.weight)
+        x, w = (i.x, i.weight) if same else (i.x.to(out.dtype), i.weight.to(out.dtype))
+        inputs = GemmInputs(x[None], w.T[None], i.bias, None, "", 1.0, 0.0, out.dtype, False)
+        return fill("gemm", (out[None], out.new_empty(0)), inputs)
     if accumulates(i.x, i.weight):
         x, w = packed(i.x, i.weight.T)
         torch.mm(x, w, out_dtype=out.dtype, out=out)
@@ -213,9 +220,12 @@ def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) ->
 
 def add_logits_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out + a @ b, in the memory of `out` if one product can do that unnoticed."""
-    if out is not None and a.dtype == out.dtype and is_unwatched(out):
+    if batch_invariant():
+        product = gemm_op(a[None], b[None], None, None, "", 1.0, 0.0, None, False)[0][0].to(dtype)
+    elif out is not None and a.dtype == out.dtype and is_unwatched(out):
         return out.addmm_(a, b)
-    product = (a @ b).to(dtype)
+    else:
+        product = (a @ b).to(dtype)
     return product if out is None else out + product
 
 
@@ -239,9 +249,11 @@ class LogitsAndTokens(torch.autograd.Function):
         logits = router_logits(x, weight, bias)
         save_logits(ctx, LogitsInputs(x, weight, bias), logits)
         ctx.set_materialize_grads(False)
+        ctx.batch_invariant = batch_invariant()
         return logits, x.detach()  # no view for autograd: x may change where backward does not need it
 
     @staticmethod
+    @as_remembered
     def backward(ctx: Any, dlogits: Tensor | None, dtokens: Tensor | None) -> tuple[Tensor | None, ...]:
         if dlogits is None:
             return dtokens, None, None

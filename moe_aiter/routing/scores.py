@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.base.check import check_finite, check_known
+from ..kernels.base.fixed_rows import each_number
 from ..kernels.rows.route import needs_own_gradient, shares_backward, weigh
 
 SCORES = ("softmax", "topk_softmax", "sigmoid", "sqrt_softplus")
@@ -46,11 +47,15 @@ def check_score(score: str, renormalize: bool | None, top_k: int, most: int | No
 def scores_of(logits: Tensor, score: str) -> Tensor:
     """(T, E) -> (T, E), in the dtype of the logits."""
     if score == "sigmoid":
-        return logits.sigmoid()
+        return each_number(torch.sigmoid, logits)
     if score == "sqrt_softplus":
-        # the root of 0 has no finite slope, and softplus underflows to 0
-        return F.softplus(logits, threshold=EXACT_FROM).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+        return each_number(sqrt_softplus, logits)
     return logits.softmax(1)
+
+
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    # the root of 0 has no finite slope, and softplus underflows to 0
+    return F.softplus(logits, threshold=EXACT_FROM).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
 class Scored(NamedTuple):
