@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..invariance import as_remembered, batch_invariant
 from ..kernels.base.check import wide
 from ..kernels.rows.route import EPSILON
 from ..routing.plan import make_plan
@@ -58,6 +59,7 @@ class DenseGradient(torch.autograd.Function):
         ctx: Any, out: Tensor, others: Tensor, x: Tensor, skipped: Tensor, experts: nn.Module
     ) -> Tensor:
         ctx.save_for_backward(x, skipped)
+        ctx.batch_invariant = batch_invariant()
         ctx.experts, device = experts, x.device.type
         ctx.casts = not x.is_meta and torch.is_autocast_enabled(device)
         ctx.cast_dtype = torch.get_autocast_dtype(device) if ctx.casts else None
@@ -65,6 +67,7 @@ class DenseGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_remembered
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, skipped = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

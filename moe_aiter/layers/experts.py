@@ -6,9 +6,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .. import private_api
+from ..invariance import batch_invariant
 from ..kernels.base.activations import get_activation
 from ..kernels.base.check import (
     check_parameter_dtype,
@@ -17,6 +20,8 @@ from ..kernels.base.check import (
     checked,
     linear,
 )
+from ..kernels.base.fixed_rows import each_number
+from ..kernels.dense.gemm import gemm
 from ..kernels.experts.fp8 import QuantizedTokens
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
@@ -230,12 +235,32 @@ def is_hooked(module: nn.Module) -> bool:
 def apply_linear(module: nn.Module, x: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
     """Return `module(x)`; by nn.Linear, a NaN or infinity of one token stays in its row on every CPU.
 
-    A `LoRALinear` gets `adapter_ids` too, if there are any.
+    A `LoRALinear` gets `adapter_ids` too, if there are any.  With batch invariance, `gemm` multiplies.
     """
+    if batch_invariant():
+        with ByGemm():
+            out: Tensor = module(x, *ids_for(module, adapter_ids))
+            return out
     if private_api.AMX and x.is_cpu and type(module) is nn.Linear and not is_hooked(module):
         return linear(x, module.weight, module.bias)
-    out: Tensor = module(x, *ids_for(module, adapter_ids))
+    out = module(x, *ids_for(module, adapter_ids))
     return out
+
+
+class ByGemm(TorchFunctionMode):
+    """Inside, `gemm` multiplies in place of F.linear, wherever a module calls it, and hooks still run."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            return multiply_linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def multiply_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do as F.linear by `gemm`: (..., K) -> (..., N)."""
+    return gemm(input, weight.mT, bias)
 
 
 def ids_for(module: nn.Module, adapter_ids: Tensor | None) -> tuple[Tensor, ...]:
@@ -271,7 +296,11 @@ class SharedExpert(nn.Module):
         """(T, H) -> (T, H); layers with adapters get `adapter_ids` (T,)."""
         inner = glu(apply_linear(self.gate_up, x, adapter_ids), self.activation, self.interleaved)
         out = apply_linear(self.down, inner, adapter_ids)
-        return out if self.gate is None else out * apply_linear(self.gate, x, adapter_ids).sigmoid()
+        return (
+            out
+            if self.gate is None
+            else out * each_number(torch.sigmoid, apply_linear(self.gate, x, adapter_ids))
+        )
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, interleaved={self.interleaved}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..invariance import invariant, refuse_batch
+from ..invariance import batch_invariant, invariant, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -245,6 +245,11 @@ class MoE(nn.Module):
         given = mask, cu_seqlens, expert_ids, routing_weights, adapter_ids, return_routing
         if not self.batch_invariant:
             return self.route_and_mix(x, *given)
+        if torch.compiler.is_compiling() and not batch_invariant():
+            raise NotImplementedError(
+                "batch_invariant=True of one layer does not work under torch.compile: call "
+                "moe_aiter.enable_batch_invariance() before, or set MOE_AITER_BATCH_INVARIANT=1"
+            )
         with invariant():
             return self.route_and_mix(x, *given)
 

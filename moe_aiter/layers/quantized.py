@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..invariance import batch_invariant
 from ..kernels.base.check import (
     FLOATS,
     cast_as_linear,
@@ -33,7 +34,7 @@ from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
 from .attached import Attachment
-from .experts import Experts, WithOptions
+from .experts import Experts, WithOptions, multiply_linear
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear
@@ -111,7 +112,8 @@ class QuantizedLinear(Quantized):
         if self.scale is None:
             product = self.weight.dtype  # `.to(dtype)` has changed that of the bias alone
             bias = None if self.bias is None else self.bias.to(product)
-            return F.linear(x.to(product), self.weight, bias).to(x.dtype)
+            multiply = multiply_linear if batch_invariant() else F.linear
+            return multiply(x.to(product), self.weight, bias).to(x.dtype)
         refuse_gradient("a quantised layer", x)
         x8, x_scale = quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), EIGHT_BITS[self.dtype])
         product = x.dtype if x.dtype in PRODUCTS else torch.float32
