@@ -1,11 +1,9 @@
 """Under batch invariance the bits of a token depend on that token alone."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moe_aiter
 from moe_aiter import (
@@ -13,13 +11,20 @@ from moe_aiter import (
     ExpertChoice,
     Experts,
     Forced,
+    GroupLimit,
     LoRAExperts,
     MoE,
+    OptimizedMoELayer,
     Router,
     Sinkhorn,
     TokenRounding,
+    TopP,
+    make_plan,
+    patch_linear,
+    quantize,
     route,
 )
+from moe_aiter.config import Settings
 from moe_aiter.invariance import batch_invariant, invariant
 
 # the switch
@@ -41,9 +46,7 @@ def test_the_switch():
 
 
 def test_the_environment():
-    command = "import moe_aiter; print(moe_aiter.batch_invariance_enabled())"
-    env = os.environ | {"MOE_AITER_BATCH_INVARIANT": "1"}
-    assert subprocess.check_output([sys.executable, "-c", command], env=env, text=True).strip() == "True"
+    assert Settings.from_env({"MOE_AITER_BATCH_INVARIANT": "1"}).batch_invariant
 
 
 class Witness(torch.nn.Module):
@@ -81,6 +84,167 @@ def test_a_backward_pass_has_the_answer_of_its_forward_pass(monkeypatch):
     assert seen == [True] and not batch_invariant()
 
 
+# bits
+
+
+SIZES = 1, 2, 7, 8, 31, 32, 100, 256, 1000, 1024
+MANY, HIDDEN, EXPERTS, TOP_K = 4096, 64, 8, 2
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+BITS = {4: torch.int32, 2: torch.int16}
+
+
+def differing(fn, inputs, sizes=SIZES):
+    """For each size and result of `fn`, how many rows have other bits than in a batch of all."""
+    torch.manual_seed(1)
+    inputs = [t.detach() for t in inputs]
+    expected = fn(*(t.clone() for t in inputs))
+    found = {}
+    for size in sizes:
+        rows = torch.randperm(len(inputs[0]))[:size]
+        results = fn(*(t[rows].clone() for t in inputs))
+        for number, (got, all_rows) in enumerate(zip(results, expected, strict=True)):
+            kind = BITS[got.itemsize]
+            others = got.contiguous().view(kind) != all_rows.contiguous().view(kind)[rows]
+            if others.any():
+                found[size, number] = int(others.flatten(1).any(1).sum())
+    return found
+
+
+def step(layer, wanted=True):
+    """Return a function of x, dout and what the layer gets beside x: its result, in training and without
+    gradients, and the gradients of x and of floats beside it."""
+
+    def run(x, dout, *beside):
+        with torch.no_grad():
+            alone = layer(x, *beside)
+        if not wanted:
+            return [alone]
+        leaves = [t.requires_grad_() for t in (x, *beside) if t.is_floating_point()]
+        out = layer(x, *beside)
+        out.backward(dout)
+        return [out.detach(), alone, *(leaf.grad for leaf in leaves)]
+
+    return run
+
+
+def tokens(dtype, count=MANY):
+    torch.manual_seed(0)
+    return [torch.randn(count, HIDDEN).to(dtype) for _ in range(2)]
+
+
+def routed(count=MANY):
+    ids = torch.rand(count, EXPERTS).topk(TOP_K).indices
+    return [ids, torch.rand(count, TOP_K)]
+
+
+def small_moe(dtype=torch.float32, intermediate=40, **options):
+    torch.manual_seed(0)
+    return MoE(HIDDEN, intermediate, EXPERTS, TOP_K, dtype=dtype, batch_invariant=True, **options)
+
+
+MOES = {
+    "plain": {},
+    "shared": {"bias": True, "shared_intermediate": 24, "shared_gate": True, "activation": "swiglu_oai"},
+    "deepseek": {"score": "sigmoid", "choice": GroupLimit(4, 2), "selection_bias": True, "recompute": "z"},
+    "latent": {"latent": 24, "score": "sqrt_softplus", "activation": "gelu"},
+    "top-p": {"choice": TopP(0.6)},
+    "dense gradient": {"dense_router_gradient": True},
+    "fp8": {"fp8": "e4m3"},
+    "fp8 blocks": {"fp8": "block", "score": "topk_softmax"},
+}
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [(name, DTYPES[(i + j) % 3]) for i, name in enumerate(MOES) for j in range(1 + (i < 2))]
+)
+def test_a_layer_with_its_router(name, dtype):
+    assert differing(step(small_moe(dtype, **MOES[name])), tokens(dtype)) == {}
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="other libraries may sum in one order")
+def test_bits_differ_without_it():
+    moe = small_moe()
+    moe.batch_invariant = False
+    found = differing(step(moe), tokens(torch.float32), sizes=(1, 2))
+    assert {number for _, number in found} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    moe = small_moe(torch.bfloat16)
+
+    def layer(x):
+        return checkpoint(moe, x, use_reentrant=use_reentrant) if torch.is_grad_enabled() else moe(x)
+
+    inputs = tokens(torch.bfloat16, 256)
+    assert differing(step(layer), inputs, sizes=(1, 7, 100)) == {}
+    kept, again = (step(fn)(*(t.clone() for t in inputs)) for fn in (moe, layer))
+    assert all(map(torch.equal, kept, again))
+
+
+def test_several_threads():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert differing(step(small_moe(shared_intermediate=24)), tokens(torch.float32), (1, 8, 100)) == {}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def lora(**options):
+    torch.manual_seed(0)
+    layer = LoRAExperts(Experts(EXPERTS, HIDDEN, 40), rank=4, **options)
+    for factor in (layer.gate_up_lora.B, layer.down_lora.B):
+        torch.nn.init.normal_(factor)
+    return layer
+
+
+def with_plan(layer):
+    return lambda x, ids, weights: layer(x, weights, make_plan(ids, EXPERTS))
+
+
+@pytest.mark.parametrize(
+    "make, dtype",
+    [
+        (lambda: with_plan(lora()), torch.float32),
+        (lambda: with_plan(lora(dora=True).bfloat16()), torch.bfloat16),
+        (lambda: OptimizedMoELayer(HIDDEN, EXPERTS, 40, dtype=torch.float16), torch.float16),
+        (lambda: OptimizedMoELayer(HIDDEN, EXPERTS, 40, activation="geglu"), torch.float32),
+    ],
+    ids=["lora", "dora", "optimized float16", "optimized geglu"],
+)
+def test_experts(make, dtype):
+    layer = make()
+    with invariant():
+        assert differing(step(layer), [*tokens(dtype, 1024), *routed(1024)], sizes=(1, 7, 31, 100)) == {}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_quantised_layers(kind):
+    moe = small_moe(torch.bfloat16, 64, shared_intermediate=64).eval()
+    quantize(moe, kind)
+    assert differing(step(moe, wanted=kind == "nf4"), tokens(torch.bfloat16, 1024), (1, 8, 100)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patched_linear_layers(dtype):
+    linear = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+    with invariant(), patch_linear():
+        assert differing(step(linear), tokens(dtype)) == {}
+
+
+def test_a_graph_needs_the_switch():
+    moe, (x, _) = small_moe(), tokens(torch.float32, 9)
+    with pytest.raises(Exception, match="enable_batch_invariance"):
+        torch.compile(moe, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+    moe.batch_invariant = False
+    moe_aiter.enable_batch_invariance()
+    compiled = torch.compile(moe, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), moe(x)) and torch.equal(compiled(x[:1]), moe(x)[:1])
+
+
 # what cannot be invariant
 
 
@@ -96,7 +260,7 @@ def test_a_choice_that_compares_tokens_is_refused(kind):
 
 
 def test_capacity_is_refused():
-    with pytest.raises(ValueError, match="batch invariance is on, but Capacity.* other tokens"):
+    with pytest.raises(ValueError, match=r"batch invariance is on, but Capacity.* other tokens"):
         MoE(8, 4, 4, 2, capacity=Capacity(1.0), batch_invariant=True)
     moe = MoE(8, 4, 4, 2, capacity=Capacity(1.0))
     with invariant(), pytest.raises(ValueError, match="other tokens"):
@@ -104,12 +268,12 @@ def test_capacity_is_refused():
 
 
 def test_jitter_is_refused_in_training():
-    with pytest.raises(ValueError, match="batch invariance is on, but jitter is 0.1, which is random noise"):
+    with pytest.raises(ValueError, match=r"is on, but jitter is 0\.1, which is random noise"):
         MoE(8, 4, 4, 2, jitter=0.1, batch_invariant=True)
     router = Router(8, 4, 2, jitter=0.1)
     with invariant():
         router.eval()(torch.randn(3, 8))
-        with pytest.raises(ValueError, match="jitter is 0.1"):
+        with pytest.raises(ValueError, match=r"jitter is 0\.1"):
             router.train()(torch.randn(3, 8))
 
 
