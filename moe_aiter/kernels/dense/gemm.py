@@ -161,7 +161,8 @@ def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
-FEW_TILES = tuning.Config(64, 32, 128, num_warps=4, num_stages=4)  # instead, where that leaves a GPU idle
+# with batch invariance, instead of a tile that leaves a GPU idle: of 16 bits, where instructions are known
+FEW_TILES, KNOWN = tuning.Config(64, 32, 128, num_warps=4, num_stages=3), ("sm80", "sm90")
 
 # kernel
 
@@ -261,15 +262,17 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
 def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     """Return a tile for these inputs.
 
-    With batch invariance, all tiles have the same matrix instructions.  On Hopper, a tile of fewer than 64
-    rows has others.
+    With batch invariance, all tiles have the same matrix instructions: on Hopper, tiles of 64 rows or more.
     """
     (B, M, K), N = i.x.shape, i.w.shape[2]
     if not batch_invariant():
         return tuning.lookup(op, i.x.dtype, B * M, N, K, B)
     config = tuning.lookup(op, i.x.dtype, B * MANY_ROWS, N, K, B)
     tiles = B * cdiv(M, config.block_m) * cdiv(N, config.block_n)
-    return config if interpret or 2 * tiles > num_programs(i.x) else FEW_TILES
+    busy = 2 * tiles > num_programs(i.x)
+    if interpret or busy or i.x.itemsize != 2 or config.block_m < 64 or tuning.served()[-1] not in KNOWN:
+        return config
+    return FEW_TILES
 
 
 def fits_float32(i: GemmInputs) -> bool:
