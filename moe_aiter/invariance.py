@@ -8,12 +8,13 @@ pass of a layer.  The backward pass of an op gets the answer of its forward pass
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from .config import settings
 from .private_api import Scoped
 
 Function = Callable[..., Any]
+Backward = TypeVar("Backward", bound=Function)
 INVARIANT: Scoped[bool] = Scoped("batch_invariant", settings.batch_invariant)
 
 
@@ -53,7 +54,7 @@ def remembering(save: Function | None) -> Function:
     return run
 
 
-def as_remembered(backward: Function) -> Function:
+def as_remembered(backward: Backward) -> Backward:
     """Return `backward(ctx, *grads)`, run with the answer of its forward pass."""
 
     @functools.wraps(backward)
@@ -61,4 +62,4 @@ def as_remembered(backward: Function) -> Function:
         with invariant(ctx.batch_invariant):
             return backward(ctx, *grads)
 
-    return run
+    return run  # type: ignore[return-value]  # the same arguments
