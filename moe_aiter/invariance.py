@@ -59,7 +59,9 @@ def as_remembered(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        with invariant(ctx.batch_invariant):
+        if not ctx.batch_invariant:
+            return backward(ctx, *grads)
+        with invariant():
             return backward(ctx, *grads)
 
     return run  # type: ignore[return-value]  # the same arguments

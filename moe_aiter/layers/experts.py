@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -26,7 +25,7 @@ from ..kernels.experts.fp8 import QuantizedTokens
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
-from ..private_api import has_hooks
+from ..private_api import LINEAR, has_hooks
 from ..routing.plan import RoutePlan
 
 Weights = tuple[Any, ...]  # of experts, as they compute with them: a Tensor, a FourBit or None each
@@ -253,7 +252,7 @@ class ByGemm(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear:
+        if func is LINEAR:
             return multiply_linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

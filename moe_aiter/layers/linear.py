@@ -25,9 +25,10 @@ from ..kernels.base.check import (
 )
 from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
 from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, tuned_gemm
-from ..private_api import own_buffers, own_parameters, version_of
+from ..private_api import LINEAR, own_buffers, own_parameters, version_of
 from ..tuning.aiter_csv import GemmKey, find_tuned, this_device
 from ..tuning.choice import measured
+from .experts import multiply_linear
 
 HALVES = (torch.bfloat16, torch.float16)
 BUFFER = "_preshuffled_weight"
@@ -59,7 +60,7 @@ def patch_linear() -> LinearPatch:
         with patch_linear():
             model(x)
 
-    With batch invariance, float32 as well: see `enable_batch_invariance`.
+    With batch invariance (`enable_batch_invariance`), float32 as well, and all calls of F.linear.
 
     All other products, and those that `tuned_gemm` does not support, run as before.  The patch holds for
     modules that inherit nn.Linear's own forward, gradients included.  torch computes products of weights that
@@ -92,14 +93,23 @@ def install() -> None:
     switch["forward"] = forward
     _switches.append(switch)
     nn.Linear.forward = forward  # type: ignore[method-assign]  # what the switch is
+    F.linear = invariant_linear
 
 
 def uninstall() -> None:
     switch = _switches.pop()
     switch["on"] = False
     forward = switch.pop("forward")
+    if F.linear is invariant_linear:
+        F.linear = LINEAR
     if nn.Linear.forward is forward:
         nn.Linear.forward = forward.__wrapped__  # type: ignore[method-assign, attr-defined]
+
+
+def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute F.linear, with batch invariance by `gemm`: the routers of transformers call no nn.Linear."""
+    multiply = multiply_linear if batch_invariant() and is_ours(input, weight) else LINEAR
+    return multiply(input, weight, bias)
 
 
 def multiply_patched(module: nn.Linear, x: Tensor, original: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ from ..kernels.base.check import (
 from ..kernels.grouped.segment_gmm import segment_gmm
 from ..kernels.quantize.four_bit import FourBit
 from ..op import no_autocast
-from ..private_api import in_fsdp
+from ..private_api import LINEAR, in_fsdp
 from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
@@ -323,7 +323,7 @@ class AtProduct(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear and self.found is None:
+        if func is LINEAR and self.found is None:
             self.found = self.fn(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

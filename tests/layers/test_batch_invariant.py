@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,9 +229,11 @@ def test_quantised_layers(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_patched_linear_layers(dtype):
-    linear = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+    linear, weight, original = nn.Linear(HIDDEN, HIDDEN, dtype=dtype), torch.randn(8, HIDDEN), F.linear
     with invariant(), patch_linear():
         assert differing(step(linear), tokens(dtype)) == {}
+        assert differing(lambda x, _: [F.linear(x.float(), weight)], tokens(dtype)) == {}  # as a router's
+    assert F.linear is original
 
 
 def test_a_graph_needs_the_switch():
