@@ -6,9 +6,8 @@ import functools
 import re
 
 from aot import TARGETS, Case, with_tile
-from compile_products import F32, FULL, ODD, TUNED, Dense, E, Shape, run_gmm, run_up, small
+from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_up, small
 
-from moe_aiter.invariance import invariant
 from moe_aiter.tuning import Config, table_name
 from moe_aiter.tuning.candidates import FEW_ROWS, OF_EXPERTS
 from moe_aiter.tuning.table import Key, find_tile
@@ -49,19 +48,6 @@ def cases():
             yield f"few rows, {name}, {size}", case
 
 
-def run_invariant(dense):
-    with invariant():
-        dense.run()
-
-
-def invariant_cases():
-    """With batch invariance one row has the matrix instructions of many, and no kernel of its own."""
-    for m, n in ((1, 128), (1, 1536), (4096, 4096)):
-        for out in (None, F32):
-            run = functools.partial(run_invariant, Dense(m=m, n=n, k=2048, out=out))
-            yield f"dense invariant {m}, {n}, {out}", Case(run, matrix="own", kernels=["gemm_kernel"])
-
-
 def cost_cases():
     """On each target what is chosen for few and for many rows, short and long."""
     for target, gpu in TARGETS.items():
@@ -73,4 +59,4 @@ def cost_cases():
                 yield f"{op} {tile} on {target}", Case(run, [target], matrix=small(tile))
 
 
-CASES = dict(cases()) | dict(invariant_cases()) | dict(cost_cases())
+CASES = dict(cases()) | dict(cost_cases())

@@ -20,6 +20,7 @@ if interpret:
 
 import compile_few_rows as few_rows
 import compile_hopper as hopper
+import compile_invariant as invariant
 import compile_lent as lent
 import compile_products as products
 import compile_rows as rows
@@ -34,6 +35,7 @@ TABLE = {
     **few_rows.CASES,
     **hopper.CASES,
     **lent.CASES,
+    **invariant.CASES,
     **hopper.TUNED_CASES,
 }
 

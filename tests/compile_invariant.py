@@ -1,0 +1,24 @@
+"""Cases for test_compile.py: dense products with batch invariance."""
+
+import functools
+
+from aot import Case
+from compile_products import F32, Dense
+
+from moe_aiter.invariance import invariant
+
+
+def run_invariant(dense):
+    with invariant():
+        dense.run()
+
+
+def cases():
+    """One row has the matrix instructions of many rows, and no kernel of its own."""
+    for m, n in ((1, 128), (1, 1536), (4096, 4096)):
+        for out in (None, F32):
+            run = functools.partial(run_invariant, Dense(m=m, n=n, k=2048, out=out))
+            yield f"dense invariant {m}, {n}, {out}", Case(run, matrix="own", kernels=["gemm_kernel"])
+
+
+CASES = dict(cases())
