@@ -162,7 +162,7 @@ def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
 # with batch invariance, instead of a tile that leaves a GPU idle: of 16 bits, where instructions are known
-FEW_TILES, KNOWN = tuning.Config(64, 32, 128, num_warps=4, num_stages=3), ("sm80", "sm90")
+FEW_TILES, KNOWN = tuning.Config(64, 32, 64, num_warps=4, num_stages=5), ("sm80", "sm90")
 
 # kernel
 
