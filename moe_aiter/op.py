@@ -177,8 +177,8 @@ def register(
         LIB.impl(name, torch.library.fallthrough_kernel, "Negative")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: fake(inputs(*args)), lib=LIB)
     if backward is not None and not mutates:  # torch takes a formula only for an op that changes nothing
-        save, backward = remembering(save), as_remembered(backward)
-        setup = saving(save, inputs)
+        kind, save, backward = inputs, remembering(save), as_remembered(backward)
+        setup = lambda ctx, inputs, output: save(ctx, kind(*inputs), output)  # noqa: E731
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=LIB)
     arguments = [(a.name, *KINDS.get(str(a.type), (object, ""))) for a in arguments_of(op)]
     names = [name for name, *_ in arguments]
@@ -573,11 +573,6 @@ def extended(name: str, inputs: type, first: dict[str, Any] | None = None, **fie
     last = next(n for n, (_, kind) in enumerate(reversed(kinds)) if type(None) not in get_args(kind))
     made.__new__.__defaults__ = (None,) * last
     return made
-
-
-def saving(save: Function, kind: type[Inputs]) -> Function:
-    """Return `save(ctx, i, output)` as torch calls it, with the fields of the NamedTuple `kind`."""
-    return lambda ctx, inputs, output: save(ctx, kind(*inputs), output)
 
 
 def gradients(inputs: type[NamedTuple], **computed: Tensor | None) -> tuple[Tensor | None, ...]:
