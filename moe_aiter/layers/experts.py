@@ -252,9 +252,10 @@ class ByGemm(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is LINEAR:
-            return multiply_linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        plain = all(type(t) in (Tensor, nn.Parameter, type(None)) for t in (*args, *kwargs.values()))
+        multiply = multiply_linear if func is LINEAR and plain else func
+        return multiply(*args, **kwargs)
 
 
 def multiply_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -487,7 +487,7 @@ class MoE(nn.Module):
         for name in ("capacity", "zero_compute"):
             value = getattr(self, name)
             text = text if value is None else f"{text}, {name}={value}"
-        return text
+        return f"{text}, batch_invariant=True" if self.batch_invariant else text
 
 
 def each_token(adapter_ids: Tensor, x: Tensor) -> Tensor:
