@@ -16,12 +16,13 @@ from moe_aiter.kernels.dense.gemm import tile_of
 from moe_aiter.kernels.dense.scaled_gemm import ScaledInputs
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 from moe_aiter.op import IMPLS, ORDER, pick, use
+from moe_aiter.routing.router import router_logits
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 3, 7, 17] if interpret else [1, 2, 3, 7, 8, 31, 32, 100, 256, 1000, 1024]
 MANY = 40 if interpret else 1500
 SHAPES = [(40, 24), (33, 7)] if interpret else [(96, 80), (33, 7), (2048, 8), (64, 1), (1024, 128)]
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x):
@@ -94,6 +95,34 @@ def test_batches_and_what_is_added(dtype):
         for m in (1, 7, 33):
             part = gemm(x[:, :m], w, c=c[:, :m], beta=0.5, alpha=2.0)
             assert torch.equal(part, whole[:, :m])
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.no_interpreter
+def test_row_by_row(monkeypatch, onednn, dtype):
+    """What oneDNN does not compute is computed one row at a time."""
+    monkeypatch.setattr(fixed_rows, "ONEDNN", onednn and fixed_rows.ONEDNN)
+    x, w = torch.randn(100, 96).to(dtype), torch.randn(96, 9).to(dtype)
+    with invariant():
+        assert differing(lambda x: (gemm(x, w),), x, sizes=[1, 2, 7, 33]) == []
+        assert torch.allclose(gemm(x, w), x @ w, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("x_dtype, dtype", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("experts", [8, 32, 128])
+@pytest.mark.gpu
+def test_logits_of_a_router(experts, x_dtype, dtype):
+    x, dlogits = torch.randn(32768, 2880).to("cuda", x_dtype), torch.randn(32768, experts, device="cuda")
+    weight = torch.randn(experts, 2880).to("cuda", dtype)
+
+    def logits(x, dlogits):
+        x = x.detach().requires_grad_()
+        out = router_logits(x, weight, None)
+        return out, *torch.autograd.grad(out, [x], dlogits)
+
+    with invariant():
+        assert differing(logits, x, dlogits, sizes=[*SIZES, 4096, 8192]) == []
 
 
 # who computes it
