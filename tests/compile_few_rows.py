@@ -4,10 +4,14 @@ the tiles that `moe_aiter/tuning/cost.py` chooses."""
 import dataclasses
 import functools
 import re
+import unittest.mock
 
 from aot import TARGETS, Case, with_tile
 from compile_products import FULL, ODD, TUNED, E, Shape, run_gmm, run_up, small
+from shapes import CAPPED
 
+from moe_aiter.kernels import hopper
+from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.tuning import Config, table_name
 from moe_aiter.tuning.candidates import FEW_ROWS, OF_EXPERTS
 from moe_aiter.tuning.table import Key, find_tile
@@ -33,7 +37,24 @@ def multiplies_weights_from_shared_memory(target, launches):
         assert "cp.async.cg.shared.global" in code and "cp.async.ca" not in code
 
 
+def stand_in(run):
+    """`run` where Hopper's kernel would take more rows: see `hopper.stands_in`."""
+
+    def launch():
+        with unittest.mock.patch.object(hopper, "is_hopper", lambda device: True):
+            run()
+
+    return launch
+
+
 def cases():
+    for activation in (*ACTIVATIONS, CAPPED):
+        run = functools.partial(run_up, GPT_OSS, activation, bias=True, save_z=False)
+        for tile in FEW_ROWS[:1] + FEW_ROWS[6:7]:
+            yield f"in Hopper's place, {activation}, {tile}", Case(stand_in(with_tile(tile, run)), ["sm_90"])
+    for tile in FEW_ROWS:
+        run = functools.partial(run_gmm, GPT_OSS, bias=True)
+        yield f"in Hopper's place, gmm, {tile}", Case(stand_in(with_tile(tile, run)), ["sm_90"])
     for name, run in RUNS.items():
         for size, s in (("short", SHORT), ("gpt-oss", GPT_OSS)):
             for tile in FEW_ROWS:

@@ -106,6 +106,7 @@ def expert_up_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr, BOXES: tl.constexpr,
+    BIAS_LAST: tl.constexpr,  # as Hopper's kernel adds it
 ):  # fmt: skip
     GATED: tl.constexpr = UP is not None
     # a tile has BLOCK_N columns of z: as many of a, or half gate and half up
@@ -126,9 +127,11 @@ def expert_up_kernel(
     token = tl.maximum(tl.load(order_ptr + m, mask=live, other=0), 0) // top_k
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * x_stride_t + k[None, :] * x_stride_k
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+    if bias_ptr is not None:
         bias_ptrs = bias_ptr + group.to(tl.int64) * (2 * N if GATED else N) + column
-        z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if not BIAS_LAST:  # the epilogue of a large tile has no registers to spare
+            z += bias
     first = tile_n * (WIDTH if BOXES == "pairs" else BLOCK_N)
     if BOXES is not None:
         w_ptrs = w_ptr
@@ -139,6 +142,8 @@ def expert_up_kernel(
         z, x_ptrs, w_ptrs, K, x_stride_k, w_stride_k, BLOCK_K, EVEN_K, PRECISION, TRANSPOSED, live,
         BOXES, group.to(tl.int32), first,
     )  # fmt: skip
+    if bias_ptr is not None and BIAS_LAST:
+        z += bias
 
     m, row_mask = m.to(tl.int64)[:, None], live[:, None]
     if z_ptr is not None:
@@ -219,9 +224,11 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
     transposed = is_transposed(config, i.x)
     plain = i.guests is None and not transposed
     kind = boxes_of(i.gate_up, unit, act.gated and not i.interleaved) if plain else None
+    as_hopper = hopper.stands_in(hopper.bind_expert_up, i)
+    functions = hopper.launcher("epilogue", "triton_functions")(act) if as_hopper else act.triton_fns
     launch_for = bind_passes(
-        expert_up_kernel, (tiles_m * tiles_n,), **act.triton_fns, INTERLEAVED=i.interleaved, UNIT=unit,
-        BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0,
+        expert_up_kernel, (tiles_m * tiles_n,), **functions, INTERLEAVED=i.interleaved, UNIT=unit,
+        BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, BIAS_LAST=as_hopper,
         TRANSPOSED=transposed, BOXES=kind, **tile_options(config),
     )  # fmt: skip
     sizes = (R, E, own), N, K, i.rank.shape[1], tiles_m

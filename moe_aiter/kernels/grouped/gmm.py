@@ -149,6 +149,7 @@ def gmm_kernel(
     UNIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_DIES: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BIAS_LAST: tl.constexpr,  # as Hopper's kernel adds it
 ):  # fmt: skip
     N, K, x_strides, w_strides, out_strides = in_units((N, K, x_strides, w_strides, out_strides), UNIT)
     M, G, own = counts
@@ -179,9 +180,11 @@ def gmm_kernel(
         first = first_column(tile_n, N, BLOCK_N, UNIT)
         height = tl.minimum(row_end - row, BLOCK_M).to(tl.int32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if bias_ptr is not None:  # first rather than last: the epilogue has no registers to spare
+        if bias_ptr is not None:
             bias_ptrs = bias_ptr + group.to(tl.int64) * bias_strides[0] + (first + n) * bias_strides[1]
-            acc += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            bias = tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            if not BIAS_LAST:  # the epilogue of a large tile has no registers to spare
+                acc += bias
         x_base = x_ptr + row * x_stride_m
         if BOXES is None:
             w_base = matrix_of(w_ptr, guests_ptr, group, own, w_stride_g, guests_stride, UNIT)
@@ -203,6 +206,8 @@ def gmm_kernel(
             left, right = (operand(w).T, operand(x).T) if TRANSPOSED else (operand(x), operand(w))
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         acc = acc.T if TRANSPOSED else acc
+        if bias_ptr is not None and BIAS_LAST:
+            acc += bias
         column = (first + n)[None, :]
         out_ptrs = out_ptr + (row + r)[:, None] * out_strides[0] + column.to(tl.int64) * out_strides[1]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(r < height)[:, None] & (column < N))
@@ -282,6 +287,7 @@ def bind_grouped(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
         gmm_kernel, grid, ZERO_REST=not into, PERSISTENT=persistent, ONE_LOOP=one_loop, BOXES=boxes,
         UNIT=unit, BLOCK_G=next_power_of_2(G) or 1, EVEN_K=K % config.block_k == 0,
         TRANSPOSED=is_transposed(config, i.lhs), **tile_options(config, amd),
+        BIAS_LAST=not i.tile and hopper.stands_in(hopper.bind_gmm_into if into else hopper.bind_gmm, i),
     )  # fmt: skip
     bias_strides, w_strides = (0, 0) if i.bias is None else i.bias.stride(), (*i.rhs.stride(), guests_stride)
     numbers = (M, G, own), N, K, i.lhs.stride(), w_strides, bias_strides, out_strides

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...op import binds
+from ...op import binds, forced, runs
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
 from ..base.fp8 import MOST_K, OCP
@@ -121,6 +121,16 @@ def should_use_grouped(op: str, x: Tensor, rows: int, w: Tensor) -> bool:
     """Whether no table has a faster tile of the portable kernel of `op` for rows times w (G, K, N)."""
     G, K, N = w.shape
     return not tuning.prefers_portable(op, x.dtype, rows, N, K, G)
+
+
+def stands_in(impl: Callable, i: tuple) -> bool:
+    """Whether a portable kernel is bound in the place of Hopper's kernel `impl`, which takes many rows.
+
+    A token's bits must not depend on which of the two runs.  Both add up the products in the same order, by
+    instructions of the same kind.  The portable kernel also adds a bias last then, and takes the activation
+    functions of `epilogue.py`.
+    """
+    return forced() == "auto" and runs(impl, i)
 
 
 # whether the inputs `i` of an op fit its kernel

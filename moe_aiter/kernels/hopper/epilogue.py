@@ -15,7 +15,7 @@ from ...tuning import Config
 from ..base import activations
 from ..base.activations import ALPHA, GATE_MAX
 from ..base.fp8 import MOST_IMPRECISE, ROW_BLOCK
-from ..base.launch import cdiv, tl
+from ..base.launch import cdiv, tl, triton
 from .gluon import Number, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from .pipeline import blocks, multiply
 
@@ -87,27 +87,39 @@ def silu_limit(x):
     return value, gl.where(x > GATE_MAX, 0.0, sig + (value - value * sig) * ALPHA)
 
 
-def gluon_function(name: str, **names: Callable) -> Callable:
-    """Return the Gluon function of a Triton function, which calls `names`."""
-    return activations.with_globals(getattr(activations, name), gluon.jit, **names)
+def functions_for(jit: Callable) -> dict[str, Callable]:
+    """Return the functions of activations for kernels of `jit`, Gluon's or, with the same bits, Triton's."""
+    language = {} if jit is gluon.jit else {"gl": tl}
+
+    def new(function: Callable, **names: Callable) -> Callable:
+        return activations.with_globals(function, jit, **language, **names)
+
+    logistic = new(sigmoid)
+    capped = new(activations.capped, tanh=new(activations.tanh, sigmoid=logistic))
+    return {
+        "silu": new(silu, sigmoid=logistic),
+        "gelu": new(gelu, gauss_and_reciprocal=new(gauss_and_reciprocal)),
+        "gelu_tanh": new(gelu_tanh, sigmoid=logistic),
+        "silu_limit": new(silu_limit, sigmoid=logistic),
+        "silu_softcap": new(activations.silu_softcap, capped=capped, sigmoid=logistic),
+        "up_softcap": new(activations.up_softcap, capped=capped),
+        **{name: new(getattr(activations, name)) for name in ("relu", "relu2", "identity", "up_limit")},
+    }
 
 
-capped = gluon_function("capped", tanh=gluon_function("tanh", sigmoid=sigmoid))
-FUNCTIONS = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "silu_limit": silu_limit,
-    "silu_softcap": gluon_function("silu_softcap", capped=capped, sigmoid=sigmoid),
-    "up_softcap": gluon_function("up_softcap", capped=capped),
-    **{name: gluon_function(name) for name in ("relu", "relu2", "identity", "up_limit")},
-}
+FUNCTIONS = functions_for(gluon.jit)
 
 
 @functools.cache
 def kernel_functions(act: activations.Activation) -> dict[str, Callable | None]:
     """f and h by the names that kernels give them; h is None for a plain activation."""
     return act.kernel_functions(FUNCTIONS, gluon.jit)
+
+
+@functools.cache
+def triton_functions(act: activations.Activation) -> dict[str, Callable | None]:
+    """Return the same in Triton, for a portable kernel that `stands_in` for one here."""
+    return act.kernel_functions(functions_for(triton.jit), triton.jit)
 
 
 # products of 8 bits: sums and scales

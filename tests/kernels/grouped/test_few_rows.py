@@ -73,6 +73,25 @@ def test_expert_up(device, tile, side, dtype, activation, interleaved, T, H, bia
         assert_as_good_as_torch(*both, *inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_in_place_of_hoppers_kernel_a_bias_is_added_last(device, tile, side, dtype, monkeypatch):
+    """The same bits as a sum without a bias, and then the bias, as Hopper's kernels compute."""
+    monkeypatch.setattr(hopper, "stands_in", lambda impl, i: True)
+    monkeypatch.setattr(hopper, "launcher", lambda module, name: lambda act: act.triton_fns)
+    E, H, width = 3, 40, 90
+    x, w, bias = (torch.randn(*shape, dtype=dtype) for shape in ((9, H), (E, width, H), (E, width)))
+    x, w, bias = x.to(device), w.to(device), bias.to(device)
+    order, rank, group_sizes = sort_by_expert(torch.arange(9, device=device)[:, None] % E, E)
+    of_rows = bias.repeat_interleave(group_sizes.long(), 0)
+    for b, add in ((bias, 0), (None, of_rows)):
+        y = gmm_op(x, w.mT, group_sizes, b) + add
+        z, _ = expert_up_op(x, w, b, order, rank, group_sizes, "swiglu", False, True, 0, None)
+        found = torch.stack([y, z + add])
+        if b is not None:
+            first = found
+    assert first.equal(found)
+
+
 def test_which_tiles_have_weights_on_the_left():
     x = torch.empty(1, dtype=torch.bfloat16)
     assert [is_transposed(tile, x) for tile in FEW_ROWS] == [tile.block_m < 64 for tile in FEW_ROWS]
