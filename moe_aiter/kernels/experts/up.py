@@ -99,7 +99,7 @@ def expert_up_kernel(
     group_sizes_ptr,  # (G,)
     starts_ptr,  # (G,) or None: see `list_groups`
     counts,  # M, G, and own of the G
-    N, K, top_k, tiles_m,
+    N, K, top_k,
     x_strides,  # t, k
     w_strides,  # g, n, k, and g of the guests'
     ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
@@ -115,7 +115,8 @@ def expert_up_kernel(
     M, G, own = counts
     x_stride_t, x_stride_k = x_strides
     w_stride_g, w_stride_n, w_stride_k, guests_stride = w_strides
-    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(N, WIDTH), GROUP_M, NUM_DIES)
+    tiles_n = tl.cdiv(N, WIDTH)
+    tile_m, tile_n = swizzle(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n, GROUP_M, NUM_DIES)
     group, row, row_end = locate(tile_m, group_sizes_ptr, M, G, BLOCK_G, BLOCK_M, starts_ptr)
     if group >= G:
         return
@@ -231,7 +232,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         BLOCK_G=next_power_of_2(E) or 1, EVEN_K=K % config.block_k == 0, BIAS_LAST=as_hopper,
         TRANSPOSED=transposed, BOXES=kind, **tile_options(config),
     )  # fmt: skip
-    sizes = (R, E, own), N, K, i.rank.shape[1], tiles_m
+    sizes = (R, E, own), N, K, i.rank.shape[1]
     strides = i.x.stride(), (*i.gate_up.stride(), guests_stride)
 
     def launch(out, i):
