@@ -17,12 +17,15 @@ from collections.abc import Callable
 import torch
 
 from ..config import interpret
+from ..invariance import batch_invariant
 from ..op import SCOPES, decisions, log
 from ..private_api import Scoped
 from .candidates import Config, candidates, of_few_rows
 from .store import find_row
 from .table import TILES, Key, find_tile
 
+FIXED_ROWS = 1024  # of a group, for which a tile is chosen where it must not depend on the batch
+FEWEST_COLUMNS = 64  # that weights as the left operand of Hopper's instructions have
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
@@ -31,8 +34,13 @@ _tables = Scoped("tables", ())
 
 
 def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Config:
-    """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over."""
+    """The tile of `op` for M rows in `groups` groups, N columns, and K to sum over.
+
+    Under batch invariance M counts only where every tile gives the same bits.
+    """
     key = key_of(op, dtype, m, n, k, groups)
+    if batch_invariant() and not interpret and not keeps_bits(key):
+        key = key._replace(rows=FIXED_ROWS)
     choice = _choose.get()
     config = None if choice is None else choice(key)
     if config is None and interpret:
@@ -53,6 +61,19 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
         return False
     row = find_row(TILES, served(), key)
     return row is not None and of_few_rows(op, row.key.rows)
+
+
+def keeps_bits(key: Key) -> bool:
+    """Whether all tiles that rows of a group choose from give each sum the same bits.
+
+    Hopper's kernels sum in one order, whatever their tile.  So do portable products of 16 bits on NVIDIA's
+    GPUs before Blackwell, whose tiles all use one kind of instruction.  `down_grad` also adds up partial sums
+    of its columns, one for each column tile.  Gradients of weights sum over the batch in any case.
+    """
+    if key.op.startswith("hopper_") or "tgmm" in key.op:
+        return True
+    same = key.op in ("up", "gmm") and key.bits == 16 and key.n >= FEWEST_COLUMNS
+    return same and served()[-1] in ("sm80", "sm90")
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:

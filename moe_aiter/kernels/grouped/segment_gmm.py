@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ...invariance import batch_invariant
 from ...op import Written, binds, define_inplace_op, define_op, extended, gradients, takes
 from .. import hopper
 from ..base.check import (
@@ -313,7 +314,8 @@ def bind_segments(
         kernel = bind_kernel(segment_expand_kernel, grid, ADD=add, **flags, **options)
     else:
         steps = cdiv(K, config.block_k)
-        part = max(cdiv(steps * tiles, ENOUGH), cdiv(PART_K, config.block_k)) * config.block_k
+        least = steps if batch_invariant() else cdiv(PART_K, config.block_k)
+        part = max(cdiv(steps * tiles, ENOUGH), least) * config.block_k
         split_k, numbers = cdiv(K, part), (*sizes, tiles_m, part, *strides)
         add_split_k = bind_add_split_k(split_k, M, N, G, **flags) if split_k > 1 else None
         flags["ZERO_REST"] = zero_rest and split_k == 1
@@ -345,7 +347,7 @@ def fills_tiles(i: SegmentInputs | SegmentOutInputs) -> bool:
     """Whether tiles of 128 x 256 are well filled, and the grouped product itself runs on Hopper."""
     segments = num_segments(i.lens, i.indptr)
     filled = i.x.shape[0] >= FILLED * segments > 0 and i.w.shape[2] >= 128 and i.w.shape[1] > SHORT_K
-    return filled and hopper.bind_segments.fits(i)
+    return filled and not batch_invariant() and hopper.bind_segments.fits(i)
 
 
 bind_segment_gmm.fits = bind_segment_gmm_out.fits = fits_triton

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ...invariance import batch_invariant
 from ...op import binds, forced, runs
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
@@ -216,6 +217,11 @@ def fits_tgmm_fp8(i) -> bool:
     return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
 
 
+def fills(rows: int) -> bool:
+    """Whether there are rows enough for a tile.  Under batch invariance their number decides nothing."""
+    return rows >= (1 if batch_invariant() else MANY)
+
+
 def fits_masked_gmm(i) -> bool | No:
     near = all(s is None or s.shape[1] * s.stride(1) < 2**31 for s in (i.x_scale, i.w_scale))
     fit = not i.shuffled and near and i.w.dtype in (OCP if i.x.dtype in OCP else DTYPES)
@@ -250,14 +256,14 @@ def multiplies(x: Tensor, w: Tensor) -> bool:
 
 def fits_scaled_gmm(i) -> bool | No:
     M, w = i.x.shape[0] if i.order is None else i.order.shape[0], i.w.mT
-    fit = M >= MANY and i.dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(i.x, w)
+    fit = fills(M) and i.dtype in DTYPES and w.shape[1] % 8 == 0 and multiplies(i.x, w)
     # the sums of 8-bit floats leave no registers for other cases
     fit = fit and (i.x.dtype == torch.int8 or (i.x_scale is not None and i.w_scale is not None))
     return fit and by_tma(i.x) and weight_by_tma(w) and w.stride(2) == 1
 
 
 def fits_four_bit_gmm(i) -> bool | No:
-    fit = by_tma(i.x) and small(i.x) and few(i.packed) and i.rows >= MANY and i.packed.data_ptr() % 16 == 0
+    fit = by_tma(i.x) and small(i.x) and few(i.packed) and fills(i.rows) and i.packed.data_ptr() % 16 == 0
     # where packed rows are columns, a part of a block would meet the next group's
     return fit and i.x.shape[1] % 64 == 0 and (not i.transpose or i.packed.shape[1] % 8 == 0)
 
