@@ -39,7 +39,7 @@ def lookup(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> 
     Under batch invariance M counts only where every tile gives the same bits.
     """
     key = key_of(op, dtype, m, n, k, groups)
-    if batch_invariant() and not interpret and not keeps_bits(key):
+    if batch_invariant() and not keeps_bits(key):
         key = key._replace(rows=FIXED_ROWS)
     choice = _choose.get()
     config = None if choice is None else choice(key)
@@ -73,7 +73,7 @@ def keeps_bits(key: Key) -> bool:
     if key.op.startswith("hopper_") or "tgmm" in key.op:
         return True
     same = key.op in ("up", "gmm") and key.bits == 16 and key.n >= FEWEST_COLUMNS
-    return same and served()[-1] in ("sm80", "sm90")
+    return same and not interpret and served()[-1] in ("sm80", "sm90")
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:
