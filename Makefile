@@ -24,7 +24,7 @@ endif
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n $(WORKERS) --dist worksteal
 WORKERS ?= auto
 
-.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu lint docs dist hub bench sanitize sanitize-threads sanitize-gpu
+.PHONY: install lock extension train test test-quick test-full test-gpu test-versions fuzz scan-gpu scan-invariance lint docs dist hub bench sanitize sanitize-threads sanitize-gpu
 
 install: $(READY)
 
@@ -99,6 +99,10 @@ fuzz: $(READY)
 # 20,000 random small shapes on a GPU, in many processes; ARGS="--first N" runs the same shapes again, or goes on at one
 scan-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.scan $(ARGS)
+
+# random tokens in two batches, with the same bits in both: 1,000 cases on a GPU, 2,000 on a CPU; ARGS="--first N" as above
+scan-invariance: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz.batches $(ARGS)
 
 # The C++ extension under ASan and UBSan, in a copy of the package, by the tests of the ops that it computes; then the loops
 # under ThreadSanitizer. Python does not free all of its memory, so leaks are not looked for.

@@ -128,13 +128,16 @@ def wrong(number: int) -> str | None:
     return None
 
 
-def work(numbers: range, path: str) -> None:
+Check = Callable[[int], str | None]  # what is wrong with the shape of a number
+
+
+def work(check: Check, numbers: range, path: str) -> None:
     """Run shapes in this process, and write the lines of those that are wrong to a file."""
     torch.set_num_threads(1)
     with open(path, "w", buffering=1) as out:
         for number in numbers:
             try:
-                why = wrong(number)
+                why = check(number)
             except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
             if why:
@@ -152,10 +155,10 @@ def is_lost() -> bool:
     return False
 
 
-def start(first: int, count: int) -> tuple[int, list[str]]:
+def start(check: Check, first: int, count: int) -> tuple[int, list[str]]:
     """Run shapes in a process of their own; return its status, and the lines of wrong shapes."""
     with tempfile.NamedTemporaryFile("r") as file:
-        child = server().Process(target=work, args=(range(first, first + count), file.name))
+        child = server().Process(target=work, args=(check, range(first, first + count), file.name))
         child.start()
         child.join(SECONDS)
         if child.exitcode is None:
@@ -173,12 +176,12 @@ def server() -> multiprocessing.context.BaseContext:
     return context
 
 
-def scan(first: int, count: int) -> list[str]:
+def scan(check: Check, first: int, count: int) -> list[str]:
     """Run the shapes of a process; if the process dies, run each again alone."""
-    status, lines = start(first, count)
+    status, lines = start(check, first, count)
     if status == 0:
         return lines
-    alone = [start(number, 1) for number in range(first, first + count)]
+    alone = [start(check, number, 1) for number in range(first, first + count)]
     dead = [
         f"{number}: ends its process with status {s}: {' '.join(said)}"
         for number, (s, said) in zip(range(first, first + count), alone, strict=True)
@@ -189,9 +192,10 @@ def scan(first: int, count: int) -> list[str]:
     return rest + (dead or [died])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.scan", description=__doc__)
-    parser.add_argument("--shapes", type=int, default=20_000, help="how many [20000]")
+def main(check: Check = wrong, shapes: int = 20_000, description: str = __doc__) -> int:
+    name = check.__module__.rpartition(".")[2]
+    parser = argparse.ArgumentParser(prog=f"python -m tests.fuzz.{name}", description=description)
+    parser.add_argument("--shapes", type=int, default=shapes, help=f"how many [{shapes}]")
     parser.add_argument("--first", type=int, default=None, help="number of the first shape [by the clock]")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time [one a CPU]")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no process later [no end]")
@@ -202,7 +206,7 @@ def main() -> int:
     parts = [(n, min(EACH, first + given.shapes - n)) for n in range(first, first + given.shapes, EACH)]
 
     def run(part):
-        return (part[1], scan(*part)) if time.monotonic() - began < given.seconds else (0, [])
+        return (part[1], scan(check, *part)) if time.monotonic() - began < given.seconds else (0, [])
 
     with ThreadPoolExecutor(given.workers) as pool:
         for i, (count, lines) in enumerate(pool.map(run, parts)):
