@@ -52,6 +52,7 @@ from .problem import (
 
 RESULTS = ("output", "dx", "dgate_up", "ddown", "drouting", "dgate_up_bias", "ddown_bias")
 PER_EXPERT = ("dgate_up", "ddown", "dgate_up_bias", "ddown_bias")
+INVARIANT = ", batch invariant"  # ends the name of a contender
 SIZES = ("tokens", "hidden", "intermediate", "experts", "top_k")
 HOST = [f"{name}_host_ms" for name in PASSES]
 ADDED = ["routing", "forward_roofline", "step_roofline", *HOST]  # columns that older files may lack
@@ -61,6 +62,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_shapes(parser, "A to E on a GPU, cpu on a CPU")
     text = "normal logits, or skewed experts [normal]"
     parser.add_argument("--routing", choices=("normal", "zipf"), default="normal", help=text)
+    text = "also time our layer with batch invariance, and print its price"
+    parser.add_argument("--invariant", action="store_true", help=text)
     add_contenders(parser)
 
 
@@ -70,7 +73,7 @@ def asked(args: argparse.Namespace, kind: str) -> Iterator[Asked]:
             raise ValueError(f"--routing zipf: {name} has more experts than hidden sizes")
         title = f"shape {name}: T, H, I, E, k = {shape}; {args.routing} routing"
         cells = shape_cells(name, shape) | {"routing": args.routing}
-        yield Asked(title, cells, functools.partial(contest, shape, args.routing))
+        yield Asked(title, cells, functools.partial(contest, shape, args.routing, args.invariant))
 
 
 COMMAND = Command(
@@ -99,7 +102,9 @@ COMMAND = Command(
 )
 
 
-def contest(shape: Shape, routing: str, device: torch.device, dtype: torch.dtype) -> Contest:
+def contest(
+    shape: Shape, routing: str, invariant: bool, device: torch.device, dtype: torch.dtype
+) -> Contest:  # fmt: skip
     p = new_problem(shape, dtype, device, routing)
     floor = floors(shape, device_name(device))  # of what is checked, which computes the same
 
@@ -108,7 +113,8 @@ def contest(shape: Shape, routing: str, device: torch.device, dtype: torch.dtype
             row |= shares(row, floor) if "error" in row else {}
 
     timer = PassTimer(p, shape.forward_flops)
-    return Contest(list(contenders(p)), by_loop(p), timer, compare, keeps_refused=True)
+    field = [*contenders(p), *(invariant_layers(p) if invariant else ())]
+    return Contest(field, by_loop(p), timer, compare, keeps_refused=True)
 
 
 def by_loop(p: Problem) -> Judge:
@@ -154,6 +160,8 @@ def answers(
     """Yield a line for each contest: how many times as fast our step is as a baseline's, and both peaks."""
     for asked, rows in found:
         yield f"{asked.cells[subject]}: {answer(rows, rivals)}"
+        for text in prices(rows):
+            yield f"{asked.cells[subject]}: {text}"
 
 
 def answer(rows: list[dict], rivals: Sequence[tuple[str, str]]) -> str:
@@ -169,6 +177,17 @@ def answer(rows: list[dict], rivals: Sequence[tuple[str, str]]) -> str:
     if not pair:
         return f"no comparison: {note}"
     return f"{pair[0]['contender']} is {compared(*pair)}; {note}" if missing else compared(*pair)
+
+
+def prices(rows: list[dict]) -> Iterator[str]:
+    """Yield how long our layer takes with batch invariance, in times of the layer without."""
+    measured = {row["contender"]: row for row in rows if "step_ms" in row}
+    for name, row in measured.items():
+        without = measured.get(name.removesuffix(INVARIANT))
+        if name.endswith(INVARIANT) and without:
+            times = ((p, *(sustained(r, f"{p}_") for r in (row, without))) for p in PASSES)
+            text = ", ".join(f"{p} {ms / without_ms:.2f}" for p, ms, without_ms in times)
+            yield f"{name}: times as long as without: {text}"
 
 
 def compared(ours: dict, theirs: dict) -> str:
@@ -201,7 +220,7 @@ def contenders(p: Problem) -> Iterator[Contender]:
     left out, with a line that says so.
     """
     yield our_layer(p)
-    if p.x.is_cuda and not settings.debug and keeps_room(p):  # debug's checks synchronise
+    if can_be_graphed(p):
         yield our_layer(p, graphed=True)
     for fp8 in ("e4m3", "e4m3" + ALL, BLOCK) if multiplies_8_bits(p) else ():
         yield our_layer(p, fp8=fp8)
@@ -210,6 +229,17 @@ def contenders(p: Problem) -> Iterator[Contender]:
     yield from our_experts(p)
     yield Contender("for-loop over experts", lambda: for_loop(p), expert_inputs(p))
     yield from built(peers(p))
+
+
+def invariant_layers(p: Problem) -> Iterator[Contender]:
+    """Yield our layer with batch invariance, as it comes and in a CUDA graph."""
+    yield our_layer(p, invariant=True)
+    if can_be_graphed(p):
+        yield our_layer(p, graphed=True, invariant=True)
+
+
+def can_be_graphed(p: Problem) -> bool:
+    return p.x.is_cuda and not settings.debug and keeps_room(p)  # debug's checks synchronise
 
 
 def peers(p: Problem) -> Iterator[tuple[str, Callable[[], Contender]]]:
@@ -252,10 +282,14 @@ def multiplies_8_bits(p: Problem) -> bool:
     return p.x.is_cuda and runs(up, i)
 
 
-def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Contender:
+def our_layer(
+    p: Problem, graphed: bool = False, fp8: str | None = None, invariant: bool = False
+) -> Contender:  # fmt: skip
     shape = p.shape
     how = {"activation": shape.activation, "bias": shape.bias, "interleaved": shape.interleaved}
-    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, device="meta", dtype=p.x.dtype)
+    where = {"device": "meta", "dtype": p.x.dtype}
+    layer = MoE(*shape.sizes[1:], **how, fp8=fp8, batch_invariant=invariant, **where)
+    rest = INVARIANT if invariant else ""
     router, experts = layer.router, layer.experts
     router.weight, router.bias = parameter(p.router), None
     experts.gate_up, experts.down = parameter(p.gate_up), parameter(p.down)
@@ -266,8 +300,9 @@ def our_layer(p: Problem, graphed: bool = False, fp8: str | None = None) -> Cont
         name = f"layer: moe_aiter MoE, FP8 ({fp8})"
         return Contender(name, lambda: layer(p.x), leaves, routed=True, checked=False, ours=True)
     if not graphed:
-        return Contender("layer: moe_aiter MoE", lambda: layer(p.x), leaves, routed=True, ours=True)
-    name = "layer: moe_aiter MoE, CUDA graph"
+        name = f"layer: moe_aiter MoE{rest}"
+        return Contender(name, lambda: layer(p.x), leaves, routed=True, ours=True)
+    name = f"layer: moe_aiter MoE, CUDA graph{rest}"
     replay = torch.cuda.make_graphed_callables(layer, (p.x,))
     return Contender(name, lambda: replay(p.x), leaves, routed=True, ours=True, graphed=True)
 

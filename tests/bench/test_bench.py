@@ -117,6 +117,19 @@ def test_a_wrong_contender_of_ours_fails_the_command(monkeypatch, capsys):
     assert "refused" in capsys.readouterr().out
 
 
+def test_the_price_of_batch_invariance(tmp_path, capsys):
+    path = tmp_path / "layer.csv"
+    flags = "--device", "cpu", "--shape", "toy", "--reps", 1, "--dtype", "float32", "--out", path
+    assert run("layer", *flags, "--invariant", "--only", "layer: moe_aiter") == 0
+    names = [row["contender"] for row in read(path)]
+    assert names == ["layer: moe_aiter MoE", "layer: moe_aiter MoE, batch invariant"]
+    text = (
+        r"batch invariant: times as long as without: inference \d+\.\d\d, forward \d+\.\d\d, step \d+\.\d\d"
+    )
+    assert re.search(text, capsys.readouterr().out)
+    assert run("layer", *flags, "--only", "layer: moe_aiter") == 0 and len(read(path)) == 3
+
+
 def test_rows_are_appended(tmp_path, capsys):
     path = tmp_path / "new" / "layer.csv"
     flags = (
