@@ -93,7 +93,7 @@ def choose(function: Callable[[Key], Config | None]):
 
 def decided_by() -> tuple:
     """Return what `lookup` depends on beside its arguments: a part of each key that keeps an answer."""
-    return decisions(), batch_invariant(), _choose.get()
+    return decisions(), _choose.get(), batch_invariant()
 
 
 def default(key: Key) -> Config:

@@ -131,6 +131,12 @@ def test_on_hopper_no_switch_is_needed(monkeypatch, name):
     assert all(found == first for found in rest)
 
 
+def test_what_keeps_a_tile_knows_of_the_switch():
+    before = tuning.decided_by()
+    with invariant():
+        assert tuning.decided_by() != before
+
+
 # 8 bits
 
 
