@@ -14,7 +14,7 @@ ALL = 32768  # tokens, of which the others are some
 NAMES = ("A", "B", "C", "D", "E", "gpt-oss", "dsv3")
 MODELS = {name: SHAPES[name] for name in NAMES} | {"Qwen3-Next": Shape(4096, 2048, 512, 512, 10)}
 models = pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-tiers = pytest.mark.parametrize("backend", ["auto", "triton"])
+tiers = pytest.mark.parametrize("tier", ["auto", "triton"])
 LORA = {"rank": 16}
 KINDS = {
     "16 bits": {},
@@ -78,11 +78,11 @@ def check(layer, leaves, dout, sizes=TOKENS):
 @tiers
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.pairwise
-def test_given_routing(shape, backend, kind, no_debug):
+def test_given_routing(shape, tier, kind, no_debug):
     experts = build(shape, **kind)
     leaves, dout = batch(shape)
     trains = kind.get("format") != "fp8"
-    with use(backend), invariant():
+    with use(tier), invariant():
         check(given_routing(experts, shape), leaves, dout if trains else None)
 
 
@@ -97,13 +97,13 @@ def test_hopper_needs_no_switch(shape, no_debug):
 
 @models
 @tiers
-def test_with_its_router(shape, backend, no_debug):
+def test_with_its_router(shape, tier, no_debug):
     _, H, inner, E, k = shape.sizes
     how = {"activation": shape.activation, "interleaved": shape.interleaved}
     where = {"device": "cuda", "dtype": torch.bfloat16}
     moe = MoE(H, inner, E, k, **how, bias=shape.bias, batch_invariant=True, **where)
     (x, *_), dout = batch(shape)
-    with use(backend):
+    with use(tier):
         check(moe.requires_grad_(False), (x,), dout)
 
 
