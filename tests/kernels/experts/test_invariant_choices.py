@@ -14,6 +14,7 @@ from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.invariance import invariant
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import get_activation
+from moe_aiter.kernels.dense.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.experts.fp8 import (
     DownGradFp8Inputs,
     GmmUnpermuteFp8Inputs,
@@ -180,6 +181,21 @@ def test_8_bits(monkeypatch, name):
             assert all(impl.fits(inputs) for impl, inputs, _ in of_step)
             seen.add(tuple(str(kinds("sm_90", *one)) for one in of_step))
     assert len(seen) == 1
+
+
+def test_scaled_products_of_groups(monkeypatch):
+    """Of 8-bit weights for inference, in sizes that the fused kernels refuse."""
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    shape, seen = MODELS["C"], set()
+    _, H, inner, E, k = shape.sizes
+    with tuning.tables_of(OWN["sm_90"]), invariant():
+        for T in TOKENS:
+            order, _, group_sizes = plan(T, shape)
+            x, w = new(T, H, dtype=E4M3), new(E, inner, H, dtype=E4M3).mT
+            scales = new(T, dtype=F32), new(E, inner, dtype=F32)
+            i = ScaledGroupsInputs(x, w, group_sizes, *scales, None, order, k, torch.bfloat16)
+            seen.add(bool(runs(IMPLS["scaled_gmm"]["hopper"], i)))
+    assert seen == {True}
 
 
 # 4 bits, and adapters
