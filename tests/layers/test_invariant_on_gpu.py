@@ -3,10 +3,12 @@
 import pytest
 import torch
 from same_bits import differences, results
+from shapes import CAPPED, LIMITED
 
 from moe_aiter import Experts, LoRAExperts, MoE, make_plan, quantize, use
 from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.invariance import invariant
+from moe_aiter.kernels.base.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 7, 8, 31, 32, 100, 256, 1000, 1024, 4096, 8192)
@@ -86,11 +88,25 @@ def test_given_routing(shape, tier, kind, no_debug):
         check(given_routing(experts, shape), leaves, dout if trains else None)
 
 
-@models
-def test_hopper_needs_no_switch(shape, no_debug):
-    """What the layer promises without the switch: 16 bits, Hopper's tier, given routing."""
+@pytest.fixture
+def hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, LIMITED, CAPPED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_on_hopper(activation, dtype, hopper, no_debug):
+    """The portable kernel of few rows and Hopper's own: a bias, and each activation."""
+    shape = Shape(4096, 512, 256, 16, 2, bias=True, activation=activation)
+    leaves, dout = batch(shape, 4096, dtype=dtype)
+    leaves = leaves[0], leaves[1].detach(), leaves[2]
+    check(given_routing(build(shape, dtype=dtype), shape), leaves, dout, (1, 8, 64, 100, 1000))
+
+
+@models
+def test_hopper_needs_no_switch(shape, hopper, no_debug):
+    """What the layer promises without the switch: 16 bits, Hopper's tier, given routing."""
     leaves, dout = batch(shape)
     check(given_routing(build(shape), shape), (leaves[0], leaves[1].detach(), leaves[2]), dout)
 
