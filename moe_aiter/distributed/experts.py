@@ -22,6 +22,7 @@ computed.  Tokens that travel again are waited for by the products that read the
 With `guests`, ranks compute rows for each other: `guests.py`.
 """
 
+import functools
 import logging
 import math
 import zlib
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import interpret, settings
+from ..invariance import batch_invariant
 from ..kernels.base.check import (
     cast_as_linear,
     check_plan,
@@ -51,6 +53,7 @@ from ..kernels.rows.merge import merge_plans
 from ..layers.experts import Experts
 from ..private_api import assert_async, process_group
 from ..routing.plan import RoutePlan
+from .by_choice import by_choice
 from .collective import all_gather
 from .guests import (
     AUTO,
@@ -173,16 +176,27 @@ class ExpertDispatcher:
         self.check_ranks(x, weights, compiles)
         if self.max_tokens is not None:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
+        dispatch = functools.partial(self.dispatch, experts, weights)
+        if batch_invariant() and self.ranks > 1:
+            out = by_choice(dispatch, experts, x, s, plan)
+        else:
+            out = dispatch(x, s, plan)
+        return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
+
+    def dispatch(
+        self, experts: LocalExperts, weights: tuple[Any, ...], x: Tensor, s: Tensor, plan: RoutePlan
+    ) -> Tensor:
+        """Return the output for tokens of which all ranks have the same number."""
+        compiles = torch.compiler.is_compiling()
         trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, s, *weights))
         plain = compiles or self.keep_x or (trains and not weights)
         lending = None if plain else self.lending(s, weights)
         transport = self.collective if plain else self.transport_for(x, s, weights, lending)
         if trains and not plain:
-            out = Dispatched.apply(self, transport, experts, plan, lending, x, s, *weights)
-        else:
-            transport.begin()
-            (out,) = self.run(transport, experts, x, s, plan, weights, lending).sums.receive()
-        return out if out.shape[0] == tokens else out[:tokens].clone()  # no view, of which FSDP2 would warn
+            return Dispatched.apply(self, transport, experts, plan, lending, x, s, *weights)
+        transport.begin()
+        (out,) = self.run(transport, experts, x, s, plan, weights, lending).sums.receive()
+        return out
 
     def checked_plan(self, x: Tensor, routing_weights: Tensor, plan: RoutePlan) -> RoutePlan:
         """Return the plan; raise, before any rank waits for another, unless it fits these inputs."""

@@ -25,7 +25,7 @@ from ..base.check import check_float, sum_dtype, take_rows, wide
 from ..base.host import HOST_DTYPES, array, check_built, ext, host, num_threads, saturated, use_huge_pages
 from ..grouped.gmm import GroupedInputs, gmm_reference
 from ..grouped.tgmm import chosen, matmul_into
-from ..rows.permute import UnpermuteInputs, unpermute_reference
+from ..rows.permute import UnpermuteInputs, rows_alone, unpermute_reference
 from .glu import GluBackwardInputs, glu_backward_reference
 from .inputs import ExpertInputs, check_expert_values, check_experts
 
@@ -359,6 +359,7 @@ class ForwardLoop(Loop):
     def __init__(self, steps_class: type, outs: tuple[Tensor, Tensor], i: ExpertInputs):
         super().__init__(steps_class, i)
         self.out, self.z = outs
+        self.weighted = not rows_alone.get()  # of this thread
         self.z_view = self.steps.view(self.z)
         self.total = self.out
         if self.out.dtype != self.sums:
@@ -386,7 +387,7 @@ class ForwardLoop(Loop):
         self.project_up(block, rows, z)
         steps.glu(z_view[:n], a_view, self.upcoming(block))
         self.multiply(rows, a, self.down[block.expert].mT, self.down_bias[block.expert])
-        self.add_in_order(block, scratch, rows_view, True, self.total_view)
+        self.add_in_order(block, scratch, rows_view, self.weighted, self.total_view)
 
     def upcoming(self, block: Block) -> list[Tensor]:
         """The weights that this worker multiplies with next, as far as it is known."""

@@ -80,7 +80,7 @@ from ..quantize.rows import (
     quantize_rows_and_amax,
 )
 from ..quantize.scale_blocks import dequantize, quantize_blocks
-from ..rows.permute import unpermute
+from ..rows.permute import unpermute, weights_of
 from ..rows.sums import group_sum
 from .down import (
     DownGradInputs,
@@ -279,7 +279,7 @@ def bind_gmm_unpermute_fp8(i: GmmUnpermuteFp8Inputs) -> Callable:
             rows_n = slice(n.start // ROW_BLOCK, cdiv(n.stop, ROW_BLOCK)) if blocks else n  # of the scales
             w, w_scale = i.w8[:, n].mT, None if fold else i.w_scale[:, rows_n]
             product(rows, i.x8, w, i.group_sizes, bias, x_scale=i.x_scale, w_scale=w_scale)
-            sum_up(out[:, n], rows, i.rank, i.routing_weights)
+            sum_up(out[:, n], rows, i.rank, weights_of(i.routing_weights))
             del rows  # before those of the next columns
 
     return launch

@@ -70,6 +70,7 @@ from ..rows.permute import (
     bind_unpermute_columns,
     new_routed,
     unpermute_reference,
+    weights_of,
 )
 from ..rows.sums import group_sum
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
@@ -450,7 +451,8 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs, some: bool = False) -> Callable:
 
     def launch(out, i):
         for group_sizes, starts, tokens, sums, add in leaving(i.group_sizes, out):
-            rank, weights = i.rank[tokens], None if i.routing_weights is None else i.routing_weights[tokens]
+            rank, weights = i.rank[tokens], weights_of(i.routing_weights)
+            weights = None if weights is None else weights[tokens]
             for n, width, by_group, by_pass in launches:
                 rows = i.x.new_empty(R, width)
                 product = by_group if starts is None else by_pass

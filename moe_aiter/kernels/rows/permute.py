@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...op import binds, define_op, gradients, takes
+from ...op import SCOPES, binds, define_op, gradients, takes
+from ...private_api import Scoped
 from ..base.check import Float, Index, Operand, check_fields, check_order, check_plan_values, sum_dtype, wide
 from ..base.host import HOST_DTYPES, array, ext, host, indices, num_threads
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
@@ -39,6 +40,15 @@ class PermuteInputs(NamedTuple):
     order: Annotated[Index, "R"]
     rank: Annotated[Index, "T, k"]
     routing_weights: Annotated[Float, "T, k"] | None
+
+
+rows_alone: Scoped[bool] = Scoped("rows_alone", False)  # inside, experts return rows without their weights
+SCOPES.append(rows_alone)
+
+
+def weights_of(routing_weights: Tensor | None) -> Tensor | None:
+    """Return the weights of rows in a sum: None inside of `rows_alone`, where each token has one row."""
+    return None if rows_alone.get() else routing_weights
 
 
 class UnpermuteInputs(NamedTuple):
@@ -69,13 +79,13 @@ def permute_reference(i: PermuteInputs) -> Tensor:
 
 
 def unpermute_reference(i: UnpermuteInputs) -> Tensor:
-    rows, rank = i.x, i.rank
+    rows, rank, weights = i.x, i.rank, weights_of(i.routing_weights)
     out = torch.zeros(len(rank), rows.shape[1], dtype=sum_dtype(rows), device=rows.device)
     rows = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # a row for dropped choices to point at
     for j in range(rank.shape[1]):
         row = wide(rows[rank[:, j].clamp(min=0).long()])
-        if i.routing_weights is not None:
-            row = row * i.routing_weights[:, j, None]
+        if weights is not None:
+            row = row * weights[:, j, None]
         out += row.masked_fill((rank[:, j] < 0)[:, None], 0)
     return out.to(rows.dtype)
 
@@ -327,7 +337,7 @@ def bind_unpermute_columns(
 def bind_unpermute(i: UnpermuteInputs) -> Callable:
     H = i.x.shape[1]
     unpermute = bind_unpermute_columns(i.rank.shape, H, i.x.stride(), H)
-    return lambda out, i: unpermute(out, i.x, i.rank, i.routing_weights)
+    return lambda out, i: unpermute(out, i.x, i.rank, weights_of(i.routing_weights))
 
 
 @binds
@@ -348,7 +358,8 @@ def launch_permute_host(out: Tensor, i: PermuteInputs) -> None:
 
 @takes(*HOST_DTYPES)
 def launch_unpermute_host(out: Tensor, i: UnpermuteInputs) -> None:
-    weights = None if i.routing_weights is None else array(i.routing_weights.float())
+    weights = weights_of(i.routing_weights)
+    weights = None if weights is None else array(weights.float())
     ext.unpermute(array(i.x), indices(i.rank), weights, array(out), num_threads())
 
 
