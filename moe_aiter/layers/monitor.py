@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.base.check import check_group, checked
 from ..private_api import COMPILED
-from ..routing.balance import SCALARS, record_routing, sum_over_ranks
+from ..routing.balance import SCALARS, count_choices, record_routing, sum_over_ranks
 from ..routing.losses import load_statistics
 from ..routing.router import Routing
 from .attached import Attachment, NotCopied, plain_name
@@ -40,6 +40,8 @@ class LayerStatistics(NamedTuple):
     logit_norm: float | None  # mean over the tokens of the Euclidean norm of their E logits
     logit_max: float | None  # the largest |logit|
     logsumexp: float | None  # mean over the tokens of log sum_e exp(logit); None where no logits are seen
+    mismatch_rate: float | None = None  # share of replayed choices that the router would not make
+    token_mismatch_rate: float | None = None  # share of tokens with such a choice; None without replay
 
     def scalars(self) -> dict[str, float]:
         """Return the scalar statistics by name, for a log, without those that are None."""
@@ -102,7 +104,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
         With a `group`, there are two all-reduces on each device: one of the sums, one of the largest logits.
         """
-        totals = [recorder.totals for recorder in self.recorders.values()]
+        totals = [torch.cat([r.replayed.to(r.totals), r.totals]) for r in self.recorders.values()]
         if self.group is not None:
             totals = by_device(totals, lambda group: totals_over_ranks(group, self.group))
         biases = [selection_bias_of(layer) for layer in self.layers.values()]
@@ -117,6 +119,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         """Set all counts to zero."""
         for recorder in self.recorders.values():
             recorder.totals.zero_()
+            recorder.replayed.zero_()
 
     @checked
     def log(
@@ -151,6 +154,7 @@ class Recorder(NotCopied):
         device = torch.device("cpu") if device.type == "meta" else device
         with torch.inference_mode(False):  # of which a tensor would be of no use outside it
             self.totals = torch.zeros(2 * num_experts + SCALARS, dtype=torch.float64, device=device)
+            self.replayed = torch.zeros(4, dtype=torch.int64, device=device)  # see `record_replay`
 
     def record(
         self, routing: Routing, chosen: Tensor, kept: Tensor, mask: Tensor | None, training: bool
@@ -161,6 +165,15 @@ class Recorder(NotCopied):
                 with torch.inference_mode(False):
                     self.totals = self.totals.to(chosen.device)
             record_routing(self.totals, routing.expert_ids, chosen, kept, routing.logits, mask)
+
+    def record_replay(self, counts: Tensor, training: bool) -> None:
+        """Add counts (4,) int64 of a replay: choices that the router would not make, choices, tokens with
+        such a choice, tokens."""
+        if training or self.evaluation:
+            if self.replayed.device != counts.device:
+                with torch.inference_mode(False):
+                    self.replayed = self.replayed.to(counts.device)
+            count_choices(self.replayed, counts)
 
 
 def scalars_of(statistics: dict[str, LayerStatistics]) -> dict[str, float]:
@@ -180,10 +193,12 @@ def writer_of(sink: object) -> Callable[[dict[str, float], int | None], object]:
 
 def statistics_of(totals: Tensor, num_experts: int) -> LayerStatistics:
     """Return the statistics of a recorder's sums, which the selection bias (E,) may follow; on the CPU."""
+    replayed, totals = totals.tensor_split([4])
     choices, dropped, rest = totals.tensor_split([num_experts, 2 * num_experts])
     scalars, bias = rest.tensor_split([SCALARS])
     load = load_statistics(choices)
     tokens, seen, norm, logsumexp, largest = scalars.tolist()
+    other, used, tokens_other, tokens_used = replayed.tolist()
     return LayerStatistics(
         tokens=int(tokens),
         choices=choices.long().numpy(),
@@ -196,6 +211,8 @@ def statistics_of(totals: Tensor, num_experts: int) -> LayerStatistics:
         logit_norm=norm / seen if seen else None,
         logit_max=largest if seen else None,
         logsumexp=logsumexp / seen if seen else None,
+        mismatch_rate=other / used if used else None,
+        token_mismatch_rate=tokens_other / tokens_used if tokens_used else None,
     )
 
 
@@ -236,8 +253,8 @@ class LiveTable:
     Each layer has a row.  Its bars are the load of the experts, in their order: half height is the mean, full
     height is twice the mean or more, and an expert without a token has no bar.  With more than 16 experts, or
     32 in a wide terminal, neighbours share a bar, which shows their mean.  The other columns are the entropy,
-    max_violation, dead_experts and drop_rate of `LayerStatistics`, and its bias_range, logit_norm and
-    logit_max if a layer has them.
+    max_violation, dead_experts and drop_rate of `LayerStatistics`, and its bias_range, logit_norm,
+    mismatch_rate and logit_max if a layer has them.
 
     `file` is stderr by default.
     Raises ImportError if the package rich is missing.
@@ -301,6 +318,7 @@ def table_columns(layers: list[LayerStatistics], width: int, ascii_only: bool) -
         "dropped": [f"{s.drop_rate:.1%}" for s in layers],
         "bias": ["{:+.3f} {:+.3f}".format(*s.bias_range) if s.bias_range else "" for s in layers],
         "norm": ["" if s.logit_norm is None else f"{s.logit_norm:.2f}" for s in layers],
+        "mismatch": ["" if s.mismatch_rate is None else f"{s.mismatch_rate:.1%}" for s in layers],
         "|logit|": ["" if s.logit_max is None else f"{s.logit_max:.2f}" for s in layers],
     }
 
