@@ -15,6 +15,8 @@ from moe_aiter.kernels.quantize.rows import quantize_rows
 from moe_aiter.kernels.quantize.scale_blocks import quantize_blocks
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.kernels.sparse.pattern import SparsePattern
+from moe_aiter.layers import MoE, Route
+from moe_aiter.layers.route_players import Player, RouteRecorder
 
 T, K, E, H, F, N = 4, 2, 3, 8, 4, 6
 R = T * K
@@ -106,6 +108,12 @@ def of_8_bit_tgmm(draw: Draw) -> tuple:
     )
 
 
+USES = (  # which ops find by their numbers
+    RouteRecorder([], weights=False),
+    Player("layer", [Route(IDS, IDS.float())] * 200, MoE(H, F, E, K)),
+)
+
+
 def of_route_backward(draw: Draw) -> tuple:
     weights, ids = draw(T, E).softmax(1).topk(K)
     return weights, ids, draw(T, E).softmax(1), draw(T, K), None, E, False, False, 1.0
@@ -192,6 +200,7 @@ SAMPLES = {
         d.dtype,
     ),
     "group_sum": lambda d: (d(R, N), SIZES, ORDER, 1, d.positive(R)),
+    "keep_route": lambda d: (USES[0].number, IDS, d(T, K), E),
     "lend_rows": lambda d: (torch.tensor([[90, 5, 2], [80, 0, 9]]), 2, 2, 8, 8),
     "mask_bias": lambda d: (torch.arange(40).view(2, 1, 4, 5) % 3 > 0, d.dtype),
     "masked_gmm": lambda d: (d(E, T, N), d(E, T, H), d(E, N, H), SIZES.clamp(max=T), None, None, False),
@@ -255,6 +264,7 @@ SAMPLES = {
     "sort_by_expert": lambda d: (IDS, E),
     "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),
     "sparse_matmul_grad": lambda d: (d(T, 6), d(T, 6), pattern(), 2, 3),
+    "take_route": lambda d: (d(T, H), USES[1].number, K, True),
     "tgmm": lambda d: (d(T, H), d(R, N), SIZES, ORDER, K, True),
     "tgmm_fp8": lambda d: (*of_8_bit_tgmm(d), 0, True),
     "tgmm_fp8_into": lambda d: (d(E, H, N), *of_8_bit_tgmm(d), 0),

@@ -17,7 +17,8 @@ from .monitor import LayerStatistics, LiveTable, Monitor
 from .offloaded import offload
 from .optimized import OptimizedMoELayer
 from .quantized import QuantizationReport, quantization_report, quantize
-from .route_replay import Route, RouteDifference, RouteReplay, pack_routes, record_routes, replay_routes
+from .route_arrays import Route, pack_routes
+from .route_replay import RouteDifference, RouteReplay, record_routes, replay_routes
 from .segment import SegmentGEMMWrapper
 from .training import aux_loss, balance_step, set_aux_loss, set_loss_scale, use_main_grad
 

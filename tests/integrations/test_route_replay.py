@@ -9,9 +9,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from integrations.families import FAMILIES, VOCAB, E, experts_of, tiny_model
+from torch._dynamo.utils import counters
 
 from moe_aiter import record_routes, replay_routes
+from moe_aiter.integrations.monitor import ExpertsMonitor
 from moe_aiter.integrations.transformers import NAME, register
+
+SKIPS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +26,8 @@ def registered():
 def inputs_of_experts(model, run):
     """The ids and weights that all experts get, by hooks of the test's own, behind those of a replay."""
     found = []
-    forwards = [(m, m.forward) for m in experts_of(model)]
-    for m, forward in forwards:
+    forwards = [(m, m.forward, vars(m).get("forward")) for m in experts_of(model)]
+    for m, forward, _ in forwards:
 
         def seen(x, ids, weights, forward=forward):
             found.extend((ids.clone(), weights.detach().clone()))
@@ -31,8 +35,10 @@ def inputs_of_experts(model, run):
 
         m.forward = seen
     run()
-    for m, _ in forwards:
+    for m, _, before in forwards:
         del m.forward
+        if before is not None:
+            m.forward = before
     return found
 
 
@@ -121,19 +127,68 @@ def test_checkpointing_and_padding(reentrant):
 
 
 @pytest.mark.full
-def test_compiled():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family):
+    """Without a graph break; further blocks need no further graph."""
     torch.compiler.reset()
-    model, tokens = tiny_model("qwen3_moe", experts=NAME), torch.randint(1, VOCAB, (1, 5))
+    counters.clear()
+    model, tokens = tiny_model(family, experts=NAME), torch.randint(1, VOCAB, (2, 5))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(tokens)
+    found = []
+    for _ in range(2):
+        with record_routes(model, weights=True) as routes:
+            run(tokens)
+        assert all(len(calls) == 1 for calls in routes.values())
+        found.append(counters["stats"]["unique_graphs"])
+    for calls in routes.values():
+        calls[0].expert_ids[3] = -1
+        calls[0].routing_weights[3] = 0
+    other = moved(model)
+    with replay_routes(other, routes) as replay:
+        want = other(tokens).logits
+    differences = replay.differences()
+    run = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with replay_routes(other, routes) as replay:
+            torch.testing.assert_close(run(tokens).logits, want)
+        assert replay.differences() == differences
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == [2, 2, 3, 3]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIPS), reason="this torch compiles no such checkpoint")
+def test_compiled_with_checkpoints_inside():
+    """Within a checkpoint, torch compiles what a replay changes in Python only if it is told to."""
+    torch.compiler.reset()
+    model, tokens = tiny_model("qwen3_moe", experts=NAME).train(), torch.randint(1, VOCAB, (2, 5))
+    with record_routes(model) as routes:
+        model(tokens)
+    other, found = moved(model), []
+    for compiles in (False, True):
+        if compiles:
+            other.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in other.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        other.zero_grad()
+        with replay_routes(other, routes), torch._dynamo.config.patch({SKIPS: compiles}):
+            loss = other(tokens, labels=tokens).loss
+            loss.backward()
+        found.append([loss, *(p.grad.clone() for p in other.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*found)
+
+
+def test_a_monitor_counts_mismatches():
+    model, tokens = tiny_model("qwen3_moe", experts=NAME).train(), torch.randint(1, VOCAB, (2, 5))
     with record_routes(model) as routes:
         model(tokens)
     other = moved(model)
-    compiled = torch.compile(other, backend="aot_eager")
-    compiled(tokens)
-    with replay_routes(other, routes):
-        want = other(tokens).logits
-    with replay_routes(compiled, routes) as replay:
-        torch.testing.assert_close(compiled(tokens).logits, want)
-    assert all(d.choices > 0 for d in replay.differences().values())
+    with ExpertsMonitor(other) as monitor, replay_routes(other, routes) as replay:
+        other(tokens).logits.sum().backward()
+    read = monitor.read()
+    for name, layer in replay.differences().items():
+        assert layer == (read[name].mismatch_rate, read[name].token_mismatch_rate) and layer.choices > 0
 
 
 def test_mismatches():

@@ -163,30 +163,6 @@ def test_checkpointed_micro_batches(reentrant):
         checkpointed(batches[0])  # no backward pass will follow
 
 
-def test_compiled():
-    torch.compiler.reset()
-    model, x = Model(), torch.randn(5, H)
-    with record_routes(model) as routes:
-        loss = model(x)
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(x)
-    other = moved(model)
-    with record_routes(compiled) as again:
-        compiled(x)
-    assert_same([calls[0][0] for calls in again.values()], [calls[0][0] for calls in routes.values()])
-    with replay_routes(compiled, routes) as replay:
-        torch.testing.assert_close(compiled(x), loss)
-    compiled = torch.compile(other, backend="aot_eager")
-    with replay_routes(compiled, routes) as replay:
-        compiled(x)
-    assert replay.differences()["layers.1"].choices > 0
-    torch.compiler.reset()
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-    refused = pytest.raises(torch._dynamo.exc.Unsupported, match="routes are recorded or replayed")
-    with refused, replay_routes(whole, routes):
-        whole(x)
-
-
 def rank_trains(rank, world, folder):
     torch.manual_seed(0)
     model = Model()
@@ -438,7 +414,8 @@ def test_mismatches():
     wrong(routes, "layers.0 was called 0 times, routes have 1 calls", calls=0)
     wrong(array, "2 MoE layers, layers.0 to layers.1, .* but routes are .tokens, layers=3, k.")
     wrong(array.float(), "routes must be integers", TypeError)
-    wrong([[1]], "routes must be tensors or NumPy arrays, not list", TypeError)
+    wrong([[1]], "routes must be .tokens, layers, k., but it has shape .1,.")
+    wrong({1, 2}, "routes must be tensors, NumPy arrays, .* not set", TypeError)
     order = "layers.0 to layers.1, and layers= names 3, but routes are .tokens, layers=2, k."
     wrong(array[:, :2], order, layers=[0, 1, "layers.7"])
     wrong(array[:, :2], "layers holds 2, but the model's MoE layers are 0 to 1", layers=[0, 2])
