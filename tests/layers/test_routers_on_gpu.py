@@ -3,6 +3,7 @@
 import pytest
 import torch
 from layers.test_moe_on_gpu import capture, no_synchronisation
+from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import (
     Capacity,
@@ -16,6 +17,7 @@ from moe_aiter import (
     ZeroCompute,
     balance_step,
     hash_experts,
+    replay_routes,
 )
 
 pytestmark = pytest.mark.gpu
@@ -110,3 +112,75 @@ def test_a_graph_replays_and_counts(no_debug, options):
         for got, want in zip(results, step(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
         assert torch.equal(load, moe.load) and load.sum() > 0
+
+
+def drawn_routes(tokens=B * S):
+    """(tokens, 1, k) for a model of one layer."""
+    return torch.rand(tokens, 1, E, device="cuda").argsort(2)[..., :K]
+
+
+def test_replay_waits_for_nothing(no_debug):
+    moe, x = build(), tokens()
+    with replay_routes(moe, [drawn_routes() for _ in range(3)]) as replay:
+        moe(x).float().square().sum().backward()  # compiles the kernels
+        with no_synchronisation():
+            for _ in range(2):
+                moe(x).float().square().sum().backward()
+    assert 0 < replay.differences()["MoE"].choices < 1
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_graph_reads_the_routes_that_are_loaded(no_debug, reentrant):
+    moe, x = build(), tokens()
+    routes = [drawn_routes() for _ in range(4)]
+
+    def step():
+        out = moe(x) if reentrant is None else checkpoint(moe, x, use_reentrant=reentrant)
+        out.float().square().sum().backward()
+        return out
+
+    def zero():
+        for t in (x, *moe.parameters()):
+            t.grad = None if t.grad is None else t.grad.zero_()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), replay_routes(moe, routes[:3]):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph, found, differences = torch.cuda.CUDAGraph(), [], []
+    with replay_routes(moe, routes[0]) as replay:
+        with torch.cuda.graph(graph):
+            out = step()
+        for array in routes:
+            replay.load(array)
+            zero()
+            graph.replay()
+            found.append([out.clone(), x.grad.clone(), *(p.grad.clone() for p in moe.parameters())])
+        differences.append(replay.differences())
+    with replay_routes(moe, routes) as replay:
+        for got in found:
+            zero()
+            want = [step(), x.grad, *(p.grad for p in moe.parameters())]
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert replay.differences() == differences[0]
+    elsewhere = pytest.raises(ValueError, match="MoE is captured on cuda:0, but its routes are on cpu")
+    graph = torch.cuda.CUDAGraph()
+    with elsewhere, replay_routes(moe, routes[0].cpu()), torch.cuda.graph(graph):
+        step()
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_replay(no_debug, mode):
+    """torch.compile takes no CUDA graph then, whose replays would not ask for the next route."""
+    torch.compiler.reset()
+    moe, x = build(), tokens()
+    compiled = torch.compile(moe, fullgraph=True, mode=mode)
+    for _ in range(4):
+        routes = drawn_routes()
+        with replay_routes(moe, routes) as replay, torch.no_grad():
+            got = compiled(x).clone()
+        with replay_routes(moe, routes) as again, torch.no_grad():
+            torch.testing.assert_close(got, moe(x), rtol=1e-2, atol=1e-2)
+        assert replay.differences() == again.differences()
