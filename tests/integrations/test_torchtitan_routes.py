@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("torchtitan.config.override", reason="torchtitan 0.3 or newer is not installed")
 
+from torch._dynamo.utils import counters
+
 from moe_aiter import record_routes, replay_routes
 
 from .test_torchtitan import FLAVORS, moe_of, tokens
@@ -32,3 +34,33 @@ def test_replay(flavor, overridden):
     with replay_routes(moe, routes, weights=True) as replay:
         torch.testing.assert_close(moe(x), want)
     assert replay.differences()["routed_experts"].choices > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("flavor", FLAVORS[:2], ids=[name for name, _ in FLAVORS[:2]])
+def test_compiled(flavor, overridden):
+    """Without a graph break; further blocks need no further graph."""
+    torch.compiler.reset()
+    counters.clear()
+    moe = moe_of(flavor, overridden)
+    x, found = tokens(moe), []
+    with record_routes(moe) as routes:
+        moe(x)
+    with torch.no_grad():
+        moe.router.gate.weight += torch.randn_like(moe.router.gate.weight)
+    with replay_routes(moe, routes) as replay:
+        want = moe(x)
+    differences = replay.differences()
+    run = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with replay_routes(moe, routes) as replay:
+            out = run(x)
+            out.square().mean().backward()
+        torch.testing.assert_close(out, want)
+        assert replay.differences() == differences
+        with record_routes(moe) as again:
+            run(x)
+        assert len(again["routed_experts"]) == 1
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == [2, 2]
