@@ -135,12 +135,20 @@ OURS = {
         **WHERE,
     },
     "offload": lambda: {"model": small_moe().requires_grad_(False), "device": "cpu", "ahead": 2},
-    "pack_routes": lambda: {"sequences": [ids()[:, None]], "mask": torch.ones(1, T, dtype=torch.bool)},
+    "pack_routes": lambda: {
+        "sequences": [ids()[:, None]],
+        "mask": torch.ones(1, T, dtype=torch.bool),
+        "shape": (1, K),
+        "dtype": "int32",
+        "layers_first": False,
+    },
     "record_routes": lambda: {"model": small_moe(), "weights": True},
     "replay_routes": lambda: {
         "model": small_moe(),
         "routes": ids()[:, None],
         "layers": [0],
+        "layers_first": False,
+        "tokens": torch.arange(T),
         "weights": False,
     },
     "Router": lambda: {

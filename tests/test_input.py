@@ -82,7 +82,8 @@ COMPUTES = {
         "topk.scores": "size0 size1 device",
         "z_loss.logits": "size1",
         "pack_routes.mask": "size1",  # the last token may have no route
-        "replay_routes.routes": "size0 list",  # or a list, which has one array for each forward pass
+        "replay_routes.routes": "size0 list rank+1",  # also a list of passes, or a padded batch
+        "replay_routes.tokens": "size0",
         "load_balance_loss.expert_ids": "size1",
         "sequence_balance_loss.expert_ids": "size1",
         "aiter.batched_gemm.a": "size2",

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import settings
-from ..kernels.base.check import check_flags, check_shape, check_tensor, checked, is_kind
+from ..kernels.base.check import check_flags, check_known, check_shape, check_tensor, checked, is_kind
 from .attached import plain_name
 
 ANY_INTEGER = 2**63 - 1
 UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 NPY = b"\x93NUMPY"  # how a .npy file begins
+DTYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+DTYPES += ["float16", "float32", "float64"]  # of weights
 FIELDS = "data", "shape", "dtype", "start"  # of prime-rl's
 
 
@@ -95,6 +97,7 @@ def decoded(name: str, data: Any) -> bytes:
 
 def in_shape(name: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return little-endian numbers as an array; -1 stands for the number of tokens."""
+    check_known(f"{name}: dtype", dtype, DTYPES)
     kind = np.dtype(dtype).newbyteorder("<")
     token = kind.itemsize * math.prod(shape[1:])
     tokens = len(data) // max(token, 1) if shape[0] < 0 else shape[0]
@@ -258,6 +261,9 @@ def pack_routes(
     function with MOE_AITER_DEBUG=1.  Raises TypeError for ids beside weights.
     """
     check_flags(layers_first=layers_first)
+    check_known("dtype", dtype, DTYPES)
+    if shape is not None and not (len(shape) == 2 and all(is_kind(n, int) and n > 0 for n in shape)):
+        raise ValueError(f"shape must be (layers, k), but it is {shape}")
     if lengths is not None and not all(is_kind(length, int) for length in lengths):
         raise TypeError(f"lengths must be a list of integers, not {lengths}")
     if lengths is not None and mask is not None:

@@ -84,6 +84,10 @@ def test_numbers_without_a_shape():
         pack_routes([SGLANG], shape=(2, 5))
     with pytest.raises(ValueError, match=r"sequences\[0\] is 24 bytes, but 5 tokens of uint8 .2, 3. have 30"):
         pack_routes([PRIME_RL | {"shape": [5, 2, 3]}])
+    with pytest.raises(ValueError, match=r"unknown sequences\[0\]: dtype 'int'"):
+        pack_routes([PRIME_RL | {"dtype": "int"}])
+    with pytest.raises(ValueError, match=r"shape must be .layers, k., but it is .2,."):
+        pack_routes([SGLANG], shape=(2,))
     with pytest.raises(ValueError, match=r"sequences\[1\] is text, but not base64"):
         pack_routes([SGLANG, "routes?"], shape=(LAYERS, K))
     with pytest.raises(ValueError, match=r"sequences\[0\] begins at token 2: join"):
