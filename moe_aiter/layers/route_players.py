@@ -21,6 +21,7 @@ from .monitor import Recorder
 from .route_arrays import ANY_INTEGER, Route
 
 USES: weakref.WeakValueDictionary[int, "RouteRecorder | Player"] = weakref.WeakValueDictionary()
+NOT_CAPTURED = (torch.Tag.cudagraph_unsafe,)  # torch.compile's CUDA graphs would ask once and never again
 Use = TypeVar("Use")
 _numbers = itertools.count()
 
@@ -80,7 +81,9 @@ def keep_reference(i: KeepInputs) -> None:
     use_of(i.recorder, RouteRecorder).keep(*i[1:])
 
 
-keep_op = define_inplace_op("keep_route", KeepInputs, check=check_keep, reference=keep_reference)
+keep_op = define_inplace_op(
+    "keep_route", KeepInputs, check=check_keep, reference=keep_reference, tags=NOT_CAPTURED
+)
 
 
 def keep_route(
@@ -233,7 +236,9 @@ def take_reference(i: TakeInputs) -> tuple[Tensor, Tensor, Tensor]:
     return ids, i.x.new_empty(len(i.x), 0) if weights is None else weights, i.player
 
 
-take_op = define_op("take_route", TakeInputs, outputs=3, new=new_taken, reference=take_reference)
+take_op = define_op(
+    "take_route", TakeInputs, outputs=3, new=new_taken, reference=take_reference, tags=NOT_CAPTURED
+)
 always_save(f"{NAMESPACE}::take_route")
 
 

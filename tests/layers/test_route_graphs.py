@@ -236,6 +236,12 @@ def test_routes_of_another_width():
             torch.ops.moe_aiter.take_route(x, number, 2, False)
 
 
+@pytest.mark.parametrize("op", ["take_route", "keep_route"])
+def test_no_cuda_graph_of_torch_compile_captures_them(op):
+    """A replay would not ask for the next route."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.moe_aiter, op).default.tags
+
+
 def test_without_tokens():
     """A rank may have none: the call takes its route."""
     layer, x = MoE(H, 8, E, K), torch.randn(3, H)

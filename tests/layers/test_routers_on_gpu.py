@@ -173,7 +173,7 @@ def test_a_graph_reads_the_routes_that_are_loaded(no_debug, reentrant):
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_replay(no_debug, mode):
-    """torch.compile takes no CUDA graph then, whose replays would not ask for the next route."""
+    """torch's own CUDA graphs leave out what asks for a route: their replays would not ask for the next."""
     torch.compiler.reset()
     moe, x = build(), tokens()
     compiled = torch.compile(moe, fullgraph=True, mode=mode)
