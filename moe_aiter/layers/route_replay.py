@@ -247,6 +247,7 @@ def checked_route(
     with torch.inference_mode(False):
         parts = [t.detach().clone() for t in ((ids, given) if weights and given is not None else (ids,))]
         ids, *own = parts if select is None else map(select, parts)
+    check_shape(f"what tokens returns for {name}", ids, "T'", "k")
     layer.check(name, ids)
     return Route(small_ids(ids, num_experts), *own)
 

@@ -235,6 +235,8 @@ def test_slices_of_context_parallelism(weights):
     whole = pytest.raises(ValueError, match=r"layers.0 gets 20 tokens, but its routes have 10")
     with whole, replay_routes(model, routes, tokens=order):
         model(x)
+    with pytest.raises(TypeError, match=r"what tokens returns for layers.0 must be a tensor, not int"):
+        replay_routes(model, routes, tokens=len)
     with pytest.raises(TypeError, match="tokens must be integers"):
         replay_routes(model, routes, tokens=torch.ones(20))
 
