@@ -61,6 +61,14 @@ def test_what_no_layer_has_takes_no_room(monkeypatch):
     assert "bias" not in head and "norm" not in head and "|logit|" in head
 
 
+def test_the_mismatch_of_replayed_routes(monkeypatch):
+    statistics = read()
+    assert "mismatch" not in lines_of(statistics, monkeypatch)[1]
+    statistics["last"] = statistics["last"]._replace(mismatch_rate=0.125)
+    _, head, _, *rows = lines_of(statistics, monkeypatch)
+    assert "mismatch" in head.split() and "12.5%" in rows[1].split()
+
+
 def test_a_narrow_terminal_cuts_no_number(monkeypatch):
     statistics = read(selection_bias=True)
     text = "\n".join(lines_of(statistics, monkeypatch, "80"))
