@@ -52,6 +52,8 @@ OF_LAYERS = {  # lists in some lines, a number for each layer; of the step, or o
     "logit_norm": "norm of a token's logits, mean",
     "logit_max": "largest |logit|",
     "logsumexp": "log-sum-exp of a token's logits, mean",
+    "mismatch_rate": "share of replayed choices that the router would not make",
+    "token_mismatch_rate": "share of tokens with such a choice",
 }
 LEGEND = "Thin: each step. Thick: smoothed. Diamonds: validation. Upright lines: where the run was resumed."
 MISSING = "–"
