@@ -12,7 +12,7 @@ import inspect
 import logging
 import numbers
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
@@ -158,7 +158,7 @@ KINDS = {  # in a schema -> in Python, and in words
 
 def register(
     schema: str, inputs: type[Inputs], run: Callable[[Inputs], T], fake: Callable[[Inputs], object],
-    backward: Function | None = None, save: Function | None = None, tags: Iterable[torch.Tag] = (),
+    backward: Function | None = None, save: Function | None = None,
 ) -> Callable[..., T]:  # fmt: skip
     """Tell torch about an op: its implementation on every device, its fake and its gradient.
 
@@ -166,7 +166,7 @@ def register(
     """
     name = schema.partition("(")[0]
     with defining():
-        LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *getattr(inputs, "tags", ())))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     mutates = "!" in schema
     # torch would record what is written in place by products of its own, or refuse them
@@ -584,8 +584,7 @@ def gradients(inputs: type[NamedTuple], **computed: Tensor | None) -> tuple[Tens
 def define_op(
     name: str, inputs: type[Inputs], *, new: Callable[[Inputs], T], outputs: int = 1,
     reference: Callable[[Inputs], T] | None = None, check_values: Callable[[Inputs], None] | None = None,
-    backward: Function | None = None, save: Function | None = None, tags: Iterable[torch.Tag] = (),
-    **impls: Function | None,
+    backward: Function | None = None, save: Function | None = None, **impls: Function | None,
 ) -> Callable[..., T]:  # fmt: skip
     """Register one op, whose outputs are all fresh.
 
@@ -628,13 +627,13 @@ def define_op(
                 write_back(args, i, written)
         return out
 
-    return register(schema_of(name, inputs, outputs), inputs, run, new, backward or refuse(name), save, tags)
+    return register(schema_of(name, inputs, outputs), inputs, run, new, backward or refuse(name), save)
 
 
 def define_inplace_op(
     name: str, inputs: type[Inputs], *, check: Callable[[Inputs], object],
     reference: Callable[[Inputs], object], check_values: Callable[[Inputs], None] | None = None,
-    tags: Iterable[torch.Tag] = (), **impls: Function | None,
+    **impls: Function | None,
 ) -> Callable[..., None]:  # fmt: skip
     """Register an op that updates what is Written of its inputs, at least the first one, without gradient.
 
@@ -667,7 +666,7 @@ def define_inplace_op(
             on_device_of(i[1], launch, i[0], i)
             write_back(args, i, written)
 
-    return register(schema_of(name, inputs, 0), inputs, run, check, tags=tags)
+    return register(schema_of(name, inputs, 0), inputs, run, check)
 
 
 def on_device_of(x: Tensor, function: Callable[..., T], *args: Any) -> T:

@@ -69,6 +69,7 @@ class KeepInputs(NamedTuple):
     expert_ids: Tensor  # (T, k)
     routing_weights: Tensor  # (T, k)
     num_experts: int
+    tags = NOT_CAPTURED  # type: ignore[misc]  # no field
 
 
 def check_keep(i: KeepInputs) -> None:
@@ -78,12 +79,10 @@ def check_keep(i: KeepInputs) -> None:
 
 
 def keep_reference(i: KeepInputs) -> None:
-    use_of(i.recorder, RouteRecorder).keep(*i[1:])
+    use_of(i.recorder, RouteRecorder).keep(i.expert_ids, i.routing_weights, i.num_experts)
 
 
-keep_op = define_inplace_op(
-    "keep_route", KeepInputs, check=check_keep, reference=keep_reference, tags=NOT_CAPTURED
-)
+keep_op = define_inplace_op("keep_route", KeepInputs, check=check_keep, reference=keep_reference)
 
 
 def keep_route(
@@ -212,6 +211,7 @@ class TakeInputs(NamedTuple):
     player: Tensor  # its number
     top_k: int
     weights: bool
+    tags = NOT_CAPTURED  # type: ignore[misc]  # no field
 
 
 def new_taken(i: TakeInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,9 +236,7 @@ def take_reference(i: TakeInputs) -> tuple[Tensor, Tensor, Tensor]:
     return ids, i.x.new_empty(len(i.x), 0) if weights is None else weights, i.player
 
 
-take_op = define_op(
-    "take_route", TakeInputs, outputs=3, new=new_taken, reference=take_reference, tags=NOT_CAPTURED
-)
+take_op = define_op("take_route", TakeInputs, outputs=3, new=new_taken, reference=take_reference)
 always_save(f"{NAMESPACE}::take_route")
 
 
