@@ -10,8 +10,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from .config import settings
 from .private_api import Scoped
+from .torch_ops import NAMESPACE, TWIN
 
 Function = Callable[..., Any]
 Backward = TypeVar("Backward", bound=Function)
@@ -35,6 +38,55 @@ def summing_tokens() -> Iterator[None]:
     """Make the answer False inside the block, for the gradient of a weight, which no token has alone."""
     with INVARIANT.set(False) if INVARIANT.get() else contextlib.nullcontext():
         yield
+
+
+# torch.compile
+#
+# A compiled graph calls ops when the forward pass that was traced is long over.  For a layer with an option
+# of its own the graph has other ops, the twins, which run as if the switch were on.
+
+MAKERS: dict[str, Callable[[], object]] = {}  # what registers the twin of an op, by the op's name
+TWINS: dict[str, Any] = {}  # twins, by the same name
+
+
+def keep_twin(
+    name: str, register: Function, run: Function, fake: Function, backward: Function | None,
+    save: Function | None,
+) -> None:  # fmt: skip
+    """Keep how to register an op's twin: by `register(its name, run, fake, backward, save)`."""
+
+    def run_twin(i: Any) -> Any:
+        with invariant():
+            return run(i)
+
+    def save_twin(ctx: Any, i: Any, output: Any) -> None:
+        ctx.batch_invariant = True
+        if save is not None:
+            save(ctx, i, output)
+
+    def make() -> None:
+        register(name + TWIN, run_twin, fake, backward, None if backward is None else save_twin)
+        TWINS[name] = getattr(getattr(torch.ops, NAMESPACE), name + TWIN).default
+
+    if not name.endswith(TWIN):
+        MAKERS[name] = make
+
+
+def make_twins() -> None:
+    """Register the twins of all ops that are there."""
+    while MAKERS:
+        MAKERS.popitem()[1]()
+
+
+def check_twins() -> None:
+    """Raise RuntimeError if no twin is there, as in a process that has only unpickled a layer."""
+    if not TWINS:
+        raise RuntimeError("to compile an unpickled layer, set its batch_invariant = True once more")
+
+
+def twin_of(name: str, op: Any) -> Any:
+    """Return what a graph calls for an op: its twin where batch invariance is on and there is one."""
+    return TWINS.get(name, op) if batch_invariant() else op
 
 
 def refuse_batch(what: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .config import CHOICES, interpret, settings
-from .invariance import INVARIANT, as_remembered, remembering
+from .invariance import INVARIANT, as_remembered, keep_twin, remembering, twin_of
 from .private_api import (
     Scoped,
     any_autocast,
@@ -164,7 +164,8 @@ def register(
 
     Returns a function that calls it, after a look for what torch would pass over or refuse obscurely.
     """
-    name = schema.partition("(")[0]
+    name, _, rest = schema.partition("(")
+    keep_twin(name, lambda twin, *fns: register(f"{twin}({rest}", inputs, *fns), run, fake, backward, save)
     with defining():
         LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *getattr(inputs, "tags", ())))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -188,7 +189,7 @@ def register(
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             check_formats(names, args)
-            return op(*args)
+            return twin_of(name, op)(*args)
         i = inputs(*args)
         kinds = tuple(map(type, i))
         if kinds not in accepted or is_transformed() or i[0].is_meta:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 
 NAMESPACE = __package__.replace(".", "_")  # of the ops: moe_aiter
+TWIN = "_in_any_batch"  # what the name of a twin ends with: see invariance.py
 # these modules, and what they import, define the ops
 OPS = tuple(
     f"{__package__}.{module}"
@@ -86,6 +87,8 @@ def extend_namespace() -> None:
                     raise
             for module in OPS:
                 importlib.import_module(module)
+            if name.endswith(TWIN):
+                importlib.import_module(f"{__package__}.invariance").make_twins()
             return super().__getattr__(name)
 
     namespace.__class__ = Namespace

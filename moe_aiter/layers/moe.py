@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..invariance import batch_invariant, invariant, refuse_batch
+from ..invariance import INVARIANT, check_twins, invariant, make_twins, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -180,7 +180,9 @@ class MoE(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         self.register_load_state_dict_post_hook(follow_parameters)  # type: ignore[no-untyped-call]
 
-    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "batch_invariant" and value:
+            make_twins()
         before = own_buffers(self).get(name) if name in COUNTS else None
         if before is not None and before.is_meta and isinstance(value, Tensor):
             value = counts_on(value.device, before)  # transformers gives memory here that nothing has written
@@ -245,13 +247,15 @@ class MoE(nn.Module):
         given = mask, cu_seqlens, expert_ids, routing_weights, adapter_ids, return_routing
         if not self.batch_invariant:
             return self.route_and_mix(x, *given)
-        if torch.compiler.is_compiling() and not batch_invariant():
-            raise NotImplementedError(
-                "batch_invariant=True of one layer does not work under torch.compile: call "
-                "moe_aiter.enable_batch_invariance() before, or set MOE_AITER_BATCH_INVARIANT=1"
-            )
-        with invariant():
+        if not torch.compiler.is_compiling():
+            with invariant():
+                return self.route_and_mix(x, *given)
+        check_twins()
+        before, INVARIANT.default = INVARIANT.default, True  # of the trace: a compiler takes no thread's
+        try:
             return self.route_and_mix(x, *given)
+        finally:
+            INVARIANT.default = before
 
     def route_and_mix(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, expert_ids: Tensor | None,

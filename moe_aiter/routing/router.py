@@ -221,7 +221,7 @@ def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) ->
 def add_logits_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out + a @ b, in the memory of `out` if one product can do that unnoticed."""
     if batch_invariant():
-        product = gemm_op(a[None], b[None], None, None, "", 1.0, 0.0, None, False)[0][0].to(dtype)
+        product = gemm_op(a[None], b[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
     elif out is not None and a.dtype == out.dtype and is_unwatched(out):
         return out.addmm_(a, b)
     else:

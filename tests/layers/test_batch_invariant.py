@@ -1,5 +1,8 @@
 """Under batch invariance the bits of a token depend on that token alone."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,7 @@ from moe_aiter import (
 )
 from moe_aiter.config import Settings
 from moe_aiter.invariance import batch_invariant, invariant
+from moe_aiter.torch_ops import TWIN
 
 # the switch
 
@@ -236,16 +240,40 @@ def test_patched_linear_layers(dtype):
     assert F.linear is original
 
 
-def test_a_graph_needs_the_switch():
-    moe, (x, _) = small_moe(), tokens(torch.float32, 9)
-    with pytest.raises(Exception, match="enable_batch_invariance"):
-        torch.compile(moe, fullgraph=True, backend="eager")(x)
+@pytest.mark.parametrize("switch", [False, True])
+def test_a_graph_has_the_answer_of_its_layer(switch):
+    moe, inputs = small_moe(torch.bfloat16), tokens(torch.bfloat16, 100)
+    moe.batch_invariant = not switch
+    moe_aiter.enable_batch_invariance(switch)
     torch._dynamo.reset()
-    moe.batch_invariant = False
-    moe_aiter.enable_batch_invariance()
-    compiled = torch.compile(moe, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(x), moe(x)) and torch.equal(compiled(x[:1]), moe(x)[:1])
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    compiled = torch.compile(moe, fullgraph=True, backend="eager" if switch else "aot_eager", dynamic=True)
+    whole = step(moe)(*(t.clone() for t in inputs))
+    for size in (100, 3):
+        few = step(compiled)(*(t[:size].clone() for t in inputs))
+        assert all(torch.equal(a, b[:size]) for a, b in zip(few, whole, strict=True))
+    torch.compile(moe, fullgraph=True, backend=keep)(inputs[0])
+    assert (switch or TWIN in graphs[0]) and batch_invariant() == switch
+
+
+@pytest.mark.full
+def test_an_exported_graph_finds_its_ops(tmp_path):
+    moe, x = small_moe(), torch.randn(9, HIDDEN)
+    torch.export.save(torch.export.export(moe, (x,)), tmp_path / "moe.pt2")
+    torch.save((x, moe(x)), tmp_path / "x.pt")
+    program = """
+import sys, torch
+import moe_aiter
+
+program, (x, out) = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
+assert torch.equal(program.module()(x), out)
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "moe.pt2", tmp_path / "x.pt"], check=True)
 
 
 # what cannot be invariant
