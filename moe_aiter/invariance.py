@@ -42,8 +42,9 @@ def summing_tokens() -> Iterator[None]:
 
 # torch.compile
 #
-# A compiled graph calls ops when the forward pass that was traced is long over.  For a layer with an option
-# of its own the graph has other ops, the twins, which run as if the switch were on.
+# A compiled graph calls ops when the forward pass that was traced is long over.  With batch invariance it has
+# other ops, the twins, which run as if the switch were on.  torch also keeps compiled graphs on disk, by the
+# ops of the forward pass: a backward pass for one answer must not be taken for the other.
 
 MAKERS: dict[str, Callable[[], object]] = {}  # what registers the twin of an op, by the op's name
 TWINS: dict[str, Any] = {}  # twins, by the same name
@@ -70,6 +71,8 @@ def keep_twin(
 
     if not name.endswith(TWIN):
         MAKERS[name] = make
+        if INVARIANT.default:
+            make_twins()
 
 
 def make_twins() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .config import CHOICES, check_choice, settings
-from .invariance import INVARIANT, batch_invariant
+from .invariance import INVARIANT, batch_invariant, make_twins
 from .op import SCOPES, log, no_autocast
 from .private_api import Scoped, outside_of_graph
 
@@ -106,7 +106,9 @@ def enable_batch_invariance(on: bool = True) -> None:
     pass did.  A layer that cannot be invariant raises ValueError: `Capacity`, expert choice and others that
     compare tokens, jitter, dropout.
     """
-    INVARIANT.default = check_bool(on)
+    if check_bool(on):
+        make_twins()
+    INVARIANT.default = on
 
 
 def batch_invariance_enabled() -> bool:
