@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.experts.mlp import by_expert
 from ..kernels.rows.permute import rows_alone, unpermute_op
-from ..layers.experts import Experts
 from ..op import pick
 from ..routing.plan import RoutePlan
+from .overflow import options_of
 from .slots import pad
 
 Dispatch = Callable[[Tensor, Tensor, RoutePlan], Tensor]
@@ -47,8 +47,8 @@ def by_choice(dispatch: Dispatch, experts: object, x: Tensor, s: Tensor, plan: R
 
 def adds_by_expert(experts: object, x: Tensor) -> bool:
     """Whether one process adds the rows of a token expert by expert, and not choice by choice."""
-    plain = isinstance(experts, Experts) and experts.fp8 is None
-    return plain and pick("expert_mlp", (x,)) is by_expert
+    options = options_of(experts)
+    return options is not None and options.fp8 is None and pick("expert_mlp", (x,)) is by_expert
 
 
 def sums(rows: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:

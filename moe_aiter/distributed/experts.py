@@ -50,7 +50,6 @@ from ..kernels.base.host import saturated
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.lend import lend_rows
 from ..kernels.rows.merge import merge_plans
-from ..layers.experts import Experts
 from ..private_api import assert_async, process_group
 from ..routing.plan import RoutePlan
 from .by_choice import by_choice
@@ -69,7 +68,7 @@ from .guests import (
     way_of_lending,
 )
 from .node import NO_PASSES, Dispatched, in_passes
-from .overflow import WHOLE, add_output, at_once, can_add
+from .overflow import WHOLE, add_output, at_once, can_add, options_of
 from .slots import pad, window_rows
 from .transport import (
     ROUTING,
@@ -98,9 +97,12 @@ class LocalExperts(Protocol):
 
     def compute(
         self, x: Any, routing_weights: Tensor, plan: RoutePlan, weights: Any, save_z: bool = True,
-        lent: bool = False,
+        lent: bool = False, guests: Any = (),
     ) -> Tensor:  # fmt: skip
-        """Return the output (T, H) for `x` (T, H), as `Experts.compute`; what `wire_of` asks for as `x`."""
+        """Return the output (T, H) for `x` (T, H), as `Experts.compute`; what `wire_of` asks for as `x`.
+
+        `guests` are given to experts whose `kernel_options` are not None, see `options_of`.
+        """
 
 
 class ExpertDispatcher:
@@ -323,7 +325,7 @@ class ExpertDispatcher:
         weights at once.
         """
         recorded = torch.compiler.is_compiling() or (self.keep_x and torch.is_grad_enabled())
-        adds = not recorded and can_add(experts, x)
+        adds, options = not recorded and can_add(experts, x), options_of(experts)
         adds = adds and (lending is None or all(map(is_dense, weights[:2])))  # guests lie as own experts do
         in_turn = adds and isinstance(transport, Pool) and has_passes(x, s.shape[1])
         wire = Wire() if recorded else wire_of(experts)
@@ -336,9 +338,9 @@ class ExpertDispatcher:
         sums = transport.combine()
 
         def add(out: Tensor, passes: Iterable[Any] = WHOLE) -> None:
-            assert isinstance(experts, Experts) and isinstance(slots, Tensor)  # as `can_add` says
+            assert options is not None and isinstance(slots, Tensor)  # as `can_add` says
             lent = () if guests is None else guests.weights()
-            add_output(out, experts, slots, s, others, at_once(x.dtype, weights, lent), passes)
+            add_output(out, options, slots, s, others, at_once(x.dtype, weights, lent), passes)
 
         with in_passes(spans, arriving, arriving, sums, add if others else None):
             if compute is None:
@@ -365,7 +367,6 @@ class ExpertDispatcher:
         both tensors of weights, and there is one window.
         """
         if lent and both:
-            assert isinstance(experts, Experts)
             return experts.compute(slots, s, plans[0], tuple(weights), guests=tuple(lent))
         turns = [(plan, weights, False) for plan in plans]
         if lent:

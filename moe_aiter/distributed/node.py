@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from ..kernels.base.lent import guest_gradients
 from ..kernels.base.sources import by_source, travelling
 from ..kernels.experts.fp8 import QuantizedTokens, quantized_dout
-from ..kernels.experts.options import ExpertWeights
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.quantize.four_bit import FourBit
 from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, version_of
 from ..routing.plan import RoutePlan
 from .guests import Guests, Lending, strides_of, with_strides
-from .overflow import add_dx, add_gradients, at_once, targets
+from .overflow import add_dx, add_gradients, at_once, options_of, targets
 from .transport import DOUT, Pass, Sources, Transport, X
 from .wire import Slots, parts_of, receive, send
 
@@ -270,13 +270,18 @@ class Backward:
             return contextlib.nullcontext()
         return guest_gradients.set((self.dlent[0], self.dlent[1]))
 
+    def options(self) -> ExpertOptions:
+        options = options_of(self.experts)
+        assert options is not None  # as `can_add` has said
+        return options
+
     def all_weights(self, dtype: torch.dtype) -> ExpertWeights:
         """Return the weights of own experts and of guests."""
         return at_once(dtype, self.weights, () if self.guests is None else self.guests.weights())
 
     def add_dx_of_windows(self, dx: Tensor, passes: Sequence[Pass]) -> None:
         """Add the other windows' part to the gradient of some tokens, before that of own rows is added."""
-        tensors = self.arriving.arrived[0], self.experts, self.again.arrived[0], self.slots_s
+        tensors = self.arriving.arrived[0], self.options(), self.again.arrived[0], self.slots_s
         add_dx(dx, *tensors, self.others, self.all_weights(dx.dtype), passes)
 
     def add_late(
@@ -295,5 +300,5 @@ class Backward:
             weights = self.all_weights(x.dtype)
             with self.adding():
                 add_gradients(
-                    gradients, dout, self.experts, x, self.slots_s, self.others, weights, self.dlent
+                    gradients, dout, self.options(), x, self.slots_s, self.others, weights, self.dlent
                 )

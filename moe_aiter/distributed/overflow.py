@@ -20,16 +20,22 @@ from ..kernels.base.sources import by_source
 from ..kernels.experts.down import down_gradients
 from ..kernels.experts.inputs import row_bytes
 from ..kernels.experts.mlp import BothInputs, by_expert, new_inputs
-from ..kernels.experts.options import ExpertWeights
+from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..kernels.experts.up import add_to_gate_up, expert_up_op, expert_z_op
 from ..kernels.grouped.gmm import gmm_unpermute_add_op
 from ..kernels.grouped.tgmm import weight_gradient
 from ..kernels.rows.sums import group_sum
-from ..layers.experts import Experts
 from ..op import pick
 from ..routing.plan import RoutePlan
 
 WHOLE = itertools.repeat(None)  # each window in one pass
+
+
+def options_of(experts: object) -> ExpertOptions | None:
+    """Return the options with which `expert_mlp` computes these experts from their weights, or None if they
+    compute in another way."""
+    find = getattr(experts, "kernel_options", None)
+    return None if find is None else find()
 
 
 def can_add(experts: object, x: Tensor) -> bool:
@@ -37,18 +43,17 @@ def can_add(experts: object, x: Tensor) -> bool:
 
     In other cases autograd adds up the windows, which takes longer.
     """
-    if not isinstance(experts, Experts) or type(experts).compute is not Experts.compute:  # FSDP2 keeps it
-        return False
-    return experts.fp8 is None and pick("expert_mlp", (x,)) is not by_expert
+    options = options_of(experts)
+    return options is not None and options.fp8 is None and pick("expert_mlp", (x,)) is not by_expert
 
 
 @torch.no_grad()
 def add_output(
-    out: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: ExpertWeights,
-    passes: Iterable[Any] = WHOLE,
+    out: Tensor, options: ExpertOptions, x: Tensor, s: Tensor, plans: Iterable[RoutePlan],
+    weights: ExpertWeights, passes: Iterable[Any] = WHOLE,
 ) -> None:  # fmt: skip
     """Add the experts' output of these rows to `out` (T, H); of `passes`, one for each plan, some rows."""
-    for i, some in zip(inputs_of(experts, x, s, plans, weights), passes, strict=False):
+    for i, some in zip(inputs_of(options, x, s, plans, weights), passes, strict=False):
         with by_source.set(some):
             _, a = expert_up_op(*i.up())
             gmm_unpermute_add_op(out, *i.as_gmm_unpermute(a))
@@ -56,11 +61,11 @@ def add_output(
 
 @torch.no_grad()
 def add_dx(
-    dx: Tensor, dout: Tensor, experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan],
+    dx: Tensor, dout: Tensor, options: ExpertOptions, x: Tensor, s: Tensor, plans: Iterable[RoutePlan],
     weights: ExpertWeights, passes: Iterable[Any],
 ) -> None:  # fmt: skip
     """Add some of these rows' part to the gradient of x."""
-    for i, some in zip(inputs_of(experts, x, s, plans, weights), passes, strict=False):
+    for i, some in zip(inputs_of(options, x, s, plans, weights), passes, strict=False):
         with by_source.set(some):
             dz, *_ = gradients_of_z(i, dout, (False, False), None, None)
             add_rows_of_dx(dx, dz, i)
@@ -68,7 +73,7 @@ def add_dx(
 
 @torch.no_grad()
 def add_gradients(
-    gradients: Sequence[Tensor | None], dout: Tensor, experts: Experts, x: Tensor, s: Tensor,
+    gradients: Sequence[Tensor | None], dout: Tensor, options: ExpertOptions, x: Tensor, s: Tensor,
     plans: Iterable[RoutePlan], weights: ExpertWeights, dlent: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     """Add these rows' part to the gradients of x, s and the weights; None for those that are not wanted.
@@ -77,7 +82,7 @@ def add_gradients(
     """
     dx, ds, dgate_up, ddown, dgate_up_bias, ddown_bias = gradients
     *_, dguest_bias, dguest_down_bias = dlent or (None, None)
-    for i in inputs_of(experts, x, s, plans, weights):
+    for i in inputs_of(options, x, s, plans, weights):
         needs = ddown is not None, ddown_bias is not None
         dz, _, more_bias, more_ds = gradients_of_z(i, dout, needs, i.down_bias, ddown)
         if ds is not None:
@@ -133,9 +138,9 @@ def at_once(dtype: torch.dtype, weights: Sequence[Any], lent: Sequence[Any]) -> 
 
 
 def inputs_of(
-    experts: Experts, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: ExpertWeights
+    options: ExpertOptions, x: Tensor, s: Tensor, plans: Iterable[RoutePlan], weights: ExpertWeights
 ) -> Iterator[BothInputs]:
     """Yield the inputs of each window.  `x` has been cast; backward is not under forward's autocast."""
     for plan in plans:
-        i = new_inputs(x, weights, s, plan, experts.options)
-        yield BothInputs(*i, *row_bytes(i, experts.options.row_chunks), *(weights.guests or (None, None)))
+        i = new_inputs(x, weights, s, plan, options)
+        yield BothInputs(*i, *row_bytes(i, options.row_chunks), *(weights.guests or (None, None)))

@@ -13,7 +13,7 @@ from ..kernels.base.fp8 import ROW_BLOCK
 from ..kernels.base.launch import cdiv
 from ..kernels.experts.fp8 import ALL, BLOCK, QuantizedTokens, quantize_tokens
 from ..kernels.quantize.rows import FORMATS
-from ..layers.experts import Experts
+from .overflow import options_of
 from .transport import Transfer
 
 How = tuple[str, bool] | None  # the format, and whether scales are those of blocks; None: all bits
@@ -34,15 +34,15 @@ def wire_of(experts: object) -> Wire:
     Products of 8 bits read the tokens as codes.  Only if those for the weights' gradients are of 8 bits too,
     backward reads nothing else of the tokens, and of the gradients unless there is a bias.
     """
-    if not isinstance(experts, Experts) or type(experts).compute is not Experts.compute:  # FSDP2 keeps it
-        return Wire()
-    recipe = experts.fp8
+    options = options_of(experts)
+    recipe = None if options is None else options.fp8
     if recipe is None:
         return Wire()
     x = "e4m3", recipe == BLOCK
     if not recipe.endswith(ALL):
         return Wire(x)
-    return Wire(x, x, None if experts.down_bias is not None else (recipe.removesuffix(ALL), False))
+    has_bias = getattr(experts, "down_bias", None) is not None
+    return Wire(x, x, None if has_bias else (recipe.removesuffix(ALL), False))
 
 
 def send(transfer: Transfer, t: Tensor, how: How) -> None:

@@ -159,22 +159,28 @@ class GptOssExperts(Fused, GptOssGroupedExperts):
     class Config(GptOssGroupedExperts.Config):
         pass
 
-    def local_weights(self) -> ExpertWeights:
+    def local_weights(self) -> tuple[Tensor, ...]:
         """Return the weights and biases, for sharded ones the part of this rank."""
         weights = self.mlp1_weight_EGD, self.mlp2_weight_EDF, self.mlp1_bias_EG, self.mlp2_bias_ED
         gate_up, down, gate_up_bias, down_bias = map(local_part, weights)
         down_bias = ScaleBiasForward.apply(down_bias, tensor_parallel_size(weights[0]), down_bias.dtype)
-        return ExpertWeights(gate_up, down, gate_up_bias, down_bias)
+        return gate_up, down, gate_up_bias, down_bias
+
+    def kernel_options(self) -> ExpertOptions:
+        """Do as `Experts.kernel_options` of moe_aiter."""
+        act = swiglu_limit(self.swiglu_limit, self.swiglu_limit, alpha=1.702, up_offset=1.0)
+        return ExpertOptions(act, interleaved=True)
 
     def compute(
         self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
-        lent: bool = False,
+        lent: bool = False, guests: Weights = (),
     ) -> Tensor:  # fmt: skip
         """Return the output of this rank's experts, with these weights in place of the parameters."""
-        w = ExpertWeights(*weights[:4], *(() if lent else self.main_grads()))
+        w = ExpertWeights(*weights, *(() if lent else self.main_grads()))
         w = w._replace(gate_up=w.gate_up.to(x.dtype), down=w.down.to(x.dtype))
-        act = swiglu_limit(self.swiglu_limit, self.swiglu_limit, alpha=1.702, up_offset=1.0)
-        options = ExpertOptions(act, interleaved=True, recompute="none" if save_z else "z")
+        if guests:
+            w = w.with_guests(*(t.to(x.dtype) for t in guests[:2]), *guests[2:])
+        options = replace(self.kernel_options(), recompute="none" if save_z else "z")
         return mix_experts(x, w, routing_weights, plan, options)
 
 

@@ -629,7 +629,7 @@ class DispatchedExperts:
         module = self.module
         if has_norm(module) or known_gate(module) is None:
             return ()
-        up, down, *biases, up_sum, down_sum = weights_of(module)
+        up, down, *biases, up_sum, down_sum = weights_of(module)[:6]
         self.sums = up_sum, down_sum
         if runs_fused(module):
             return up, down, *biases
@@ -646,9 +646,14 @@ class DispatchedExperts:
         """Return where gradients of gate_up and down are added, if they have such a place."""
         return self.sums
 
+    def kernel_options(self) -> ExpertOptions | None:
+        """Do as `Experts.kernel_options`."""
+        fused = runs_fused(self.module) and not has_norm(self.module)
+        return ExpertOptions(*known_gate(self.module)) if fused else None
+
     def compute(
         self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, weights: Weights, save_z: bool = True,
-        lent: bool = False,
+        lent: bool = False, guests: Weights = (),
     ) -> Tensor:  # fmt: skip
         """Return the output of this rank's experts, with these weights in place of the module's."""
         module, low_rank = self.module, None
@@ -661,6 +666,7 @@ class DispatchedExperts:
             )
         sums = () if lent else self.sums
         weights = ExpertWeights(*weights, *sums) if weights else weights_of(module)
+        weights = weights.with_guests(*guests) if guests else weights
         return compute_experts(module, x, routing_weights, plan, weights, save_z, low_rank)
 
 

@@ -138,6 +138,10 @@ class Experts(WithOptions):
         gate_up, down = (getattr(w, "main_grad", None) if w.requires_grad else None for w in weights)
         return local_part(gate_up), local_part(down)
 
+    def kernel_options(self) -> ExpertOptions | None:
+        """Return what `expert_mlp` computes these experts with, or None if a subclass computes them."""
+        return self.options if type(self).compute is Experts.compute else None  # which FSDP2's class keeps
+
     def compute(
         self, x: Tensor | QuantizedTokens, routing_weights: Tensor, plan: RoutePlan, weights: Weights,
         save_z: bool = True, lent: bool = False, guests: Weights = (),
