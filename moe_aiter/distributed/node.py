@@ -55,6 +55,7 @@ class Saved:
     def __init__(self, borrowed: Sequence[Tensor], slots: Slots):
         self.arrived, self.uses_slots, self.waits = (*borrowed, *parts_of(slots)), False, True
         self.borrowed, self.tensors = len(borrowed), list[Tensor]()
+        self.strides: list[Sequence[int]] = []
         x = self.arrived[self.borrowed]
         self.stand_in = torch.empty(x.shape, dtype=x.dtype, device="meta")
 
@@ -67,11 +68,12 @@ class Saved:
                     return View(i, None if part == (whole.shape, whole.stride(), 0) else part)
                 t = t.clone()  # memory of what has arrived is used again
         self.tensors.append(t)
+        self.strides.append(strides_of(t))
         return len(self.tensors) - 1
 
     def unpack(self, what: "int | View") -> Tensor:
         if isinstance(what, int):
-            return self.tensors[what]
+            return with_strides(self.tensors[what], self.strides[what])  # own weights lie as guests do
         if what == View(self.borrowed, None) and not self.waits:
             return self.stand_in
         whole = self.part(what.of)
@@ -204,6 +206,8 @@ class Backward:
         if ctx.num_others:
             self.slots_s, *self.weights = (tensors.pop(0) for _ in range(5))
             self.others = [RoutePlan(*(tensors.pop(0) for _ in range(3))) for _ in range(ctx.num_others)]
+            if self.guests is not None:
+                self.weights = list(self.guests.build(self.guests.own))
         self.saved.tensors = tensors
         self.dlent: list[Tensor | None] = []  # gradients of guests' weights
 

@@ -228,15 +228,18 @@ def check_hooks(rank, world, folder):
     lora = LoRAExperts(experts_of(case), rank=2)
     for factor in lora.parameters():
         torch.nn.init.normal_(factor)
-    results = []
     with pytest.MonkeyPatch.context() as patch, use("torch"):
         every_loan_pays(patch)
-        for hooks in (lambda t: t, lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)):
-            layer = laid_out(shared(lora, world, guests=1), "transposed")
-            with saved_tensors_hooks(hooks, lambda t: t):
-                results.append(step(layer, layer, case, batches, lambda t: t.tensor_split(world)[rank]))
-    for name, value in results[0].items():
-        assert error(whole(results[1][name]), whole(value).double()) < 2e-6, name
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        # with adapters in a pass of their own, and with the kernels of both, in one window and in several
+        for experts, rows in (lora, 1.0), (experts_of(case), 2.0), (experts_of(case), 0.5):
+            results = []
+            for hooks in (lambda t: t, lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)):
+                layer = laid_out(shared(experts, world, guests=1, rows=rows), "transposed")
+                with saved_tensors_hooks(hooks, lambda t: t):
+                    results.append(step(layer, layer, case, batches, lambda t: t.tensor_split(world)[rank]))
+            for name, value in results[0].items():
+                assert error(whole(results[1][name]), whole(value).double()) < 2e-6, (name, rows)
 
 
 def test_hooks(tmp_path):
