@@ -331,6 +331,8 @@ class ExpertDispatcher:
         wire = Wire() if recorded else wire_of(experts)
         arrival = self.arrive(transport, x, s, plan, in_turn, lending, weights, wire)
         arriving, s, plans, every_span, guests = arrival
+        if guests is not None and adds:
+            guests.dtype = x.dtype
         plans, others = (plans[:1], plans[1:]) if adds else (plans, [])
         others = others[::-1] if in_turn else others  # in the order in which they are computed
         spans = every_span[..., : len(plans[0].group_sizes)] if in_turn else None

@@ -177,7 +177,11 @@ class Guests:
 
     guests_of     who borrows what, (R, G) of `lend_rows`
     own, build    what `split` returns for the weights of this rank's experts
+    dtype         to which gate_up and down, the first two, are cast once they are here; autograd, if it cast
+                  them for kernels that take both tensors, would keep the results for backward
     """
+
+    dtype: torch.dtype | None = None
 
     def __init__(
         self, transport: Transport, first: int, each: int, guests_of: Tensor, own: list[Tensor], build: Build
@@ -194,7 +198,10 @@ class Guests:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the guests' weights, (G, ...) each, once they are here."""
-        return list(map(as_experts, self.arrive(), self.own))
+        parts = list(map(as_experts, self.arrive(), self.own))
+        if self.dtype is not None:
+            parts[:2] = [t.to(self.dtype) for t in parts[:2]]
+        return parts
 
     def weights(self) -> tuple[Any, ...]:
         """Return the guests' weights, once they are here."""

@@ -1,6 +1,7 @@
 """Dispatch, experts and combine as one autograd node, which keeps no tokens of other ranks: `experts.py`."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -152,7 +153,9 @@ class Dispatched(torch.autograd.Function):
                 slots_s = slots_s.detach().requires_grad_(needs_s)
                 leaves = [leaf(t, need) for t, need in zip(weights, needs, strict=True)]
                 lent = () if guests is None else guests.build(borrowed)
-                guest_leaves = [leaf(t, need) for t, need in zip(lent, needs, strict=False)]
+                # products add the gradients of gate_up and down: a leaf would keep their numbers for nothing
+                of_lent = (False, False, *needs[2:]) if at_once else needs
+                guest_leaves = [leaf(t, need) for t, need in zip(lent, of_lent, strict=False)]
                 out = dispatcher.passes(experts, slots, slots_s, plans, leaves, guest_leaves, at_once)
                 ctx.edges = [edge_of(t) for t in (anchored, slots_s, *leaves, *guest_leaves)]
                 ctx.edge = get_gradient_edge(out)
@@ -202,6 +205,7 @@ class Backward:
             where = self.transport, ctx.dispatcher.first, ctx.dispatcher.each
             parts = list(map(with_strides, parts, ctx.strides))
             self.guests = Guests(*where, guests_of, parts, ctx.build)
+            self.guests.dtype = self.x.dtype if self.at_once else None
         self.others: list[RoutePlan] = []
         if ctx.num_others:
             self.slots_s, *self.weights = (tensors.pop(0) for _ in range(5))
@@ -225,7 +229,7 @@ class Backward:
         transport.fetch(arriving, again)
         self.arriving, self.again = arriving, again
         self.saved.again = self.arrived
-        self.saved.lent = list if self.guests is None else self.guests.tensors
+        self.saved.lent = list if self.guests is None else functools.cache(self.guests.tensors)
         known = [edge for edge in edges if edge is not None]
         how = {"retain_graph": keeps_graph(), "allow_unused": True}
         found = receive(arriving, self.wire.dout, dout) if spans is None else arriving.arrived[0]

@@ -13,11 +13,12 @@ from check import error, few
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh
+from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.op import IMPLS
@@ -218,6 +219,41 @@ def check_unequal(rank, world, folder):
 
 def test_unequal(tmp_path):
     run(2, check_unequal, tmp_path)
+
+
+def check_kept(rank, world, folder):
+    """Nothing of guests' weights is kept from forward to backward, which sends them again."""
+    case = draw(1000, world) | {"experts": 2 * world, "tokens": 20, "top_k": 2, "skew": 2.0, "kept": 1.0}
+    case |= {"frozen": (), "main_grad": False, "bias": False}
+    x, ids, s, dout = (t.tensor_split(world)[rank] for t in batch_of(case, world, 0))
+    lend, arrived, saved = transport.Collective.lend, [], []
+
+    def noted(*given):
+        arrive = lend(*given)
+        arrived.extend(StorageWeakRef(t.untyped_storage()) for t in arrive())
+        return arrive
+
+    def pack(t):
+        saved.append(t.shape)
+        return t
+
+    with pytest.MonkeyPatch.context() as patch, use("torch"):
+        loans = every_loan_pays(patch)
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        patch.setattr(transport.Collective, "lend", noted)
+        for cast in (False, True):
+            layer = shared(experts_of(case), world, guests=1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast), saved_tensors_hooks(pack, lambda t: t):
+                out = layer(x, s, make_plan(ids, 2 * world))
+            assert len(arrived) == 2 and all(storage.expired() for storage in arrived)
+            assert saved and not any(len(shape) == 3 and shape[0] == 1 for shape in saved)
+            out.backward(dout.to(out.dtype))
+            arrived.clear()
+    assert loans == [1, 1]
+
+
+def test_kept(tmp_path):
+    run(2, check_kept, tmp_path)
 
 
 def check_hooks(rank, world, folder):
