@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.base.check import sum_dtype
+from ..kernels.base.check import sum_dtype, wide
 from ..kernels.quantize.four_bit import FourBit
 from ..kernels.rows.guests import add_guests
 from ..routing.plan import RoutePlan
@@ -178,7 +178,8 @@ class Guests:
     guests_of     who borrows what, (R, G) of `lend_rows`
     own, build    what `split` returns for the weights of this rank's experts
     dtype         to which gate_up and down, the first two, are cast once they are here; autograd, if it cast
-                  them for kernels that take both tensors, would keep the results for backward
+                  them for kernels that take both tensors, would keep the results for backward.  Then biases
+                  become wide, so that their gradients are not rounded on the way home
     """
 
     dtype: torch.dtype | None = None
@@ -200,7 +201,7 @@ class Guests:
         """Return the tensors of the guests' weights, (G, ...) each, once they are here."""
         parts = list(map(as_experts, self.arrive(), self.own))
         if self.dtype is not None:
-            parts[:2] = [t.to(self.dtype) for t in parts[:2]]
+            parts = [*(t.to(self.dtype) for t in parts[:2]), *map(wide, parts[2:])]
         return parts
 
     def weights(self) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ def add_gradients(
         if ddown_bias is not None:
             add_to_both(ddown_bias, dguest_down_bias, more_bias)
         if dgate_up_bias is not None:
-            add_to_both(dgate_up_bias, dguest_bias, group_sum(dz, i.group_sizes).to(dgate_up_bias.dtype))
+            add_to_both(dgate_up_bias, dguest_bias, group_sum(dz, i.group_sizes))
         if dx is not None:
             add_rows_of_dx(dx, dz, i)
         if dgate_up is not None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, transport
+from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, transport
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.op import IMPLS
@@ -254,6 +254,33 @@ def check_kept(rank, world, folder):
 
 def test_kept(tmp_path):
     run(2, check_kept, tmp_path)
+
+
+def check_biases(rank, world, folder):
+    """Gradients of guests' biases of 16 bits travel home in float32."""
+    case = draw(1000, world) | {"experts": 2 * world, "tokens": 20, "top_k": 2, "skew": 2.0, "kept": 1.0}
+    case |= {"frozen": (), "main_grad": False, "bias": True}
+    batch, home = batch_of(case, world, 0), []
+    x, ids, s, dout = (t.tensor_split(world)[rank] for t in batch)
+    add_to = guests.Guests.add_to
+
+    def noted(self, targets, gradients):
+        home.extend(d for d in gradients[2:] if (self.guests_of[rank] >= 0).any())
+        add_to(self, targets, gradients)
+
+    with pytest.MonkeyPatch.context() as patch, use("torch"):
+        every_loan_pays(patch)
+        patch.setitem(IMPLS["expert_mlp"], "torch", by_layer)
+        patch.setattr(guests.Guests, "add_to", noted)
+        for rows in 2.0, 0.5:
+            layer = shared(experts_of(case).bfloat16(), world, guests=1, rows=rows)
+            layer(x.bfloat16(), s, make_plan(ids, 2 * world)).backward(dout.bfloat16())
+    assert len(home) == (4 if rank else 0)
+    assert all((d != d.bfloat16()).any() for d in home)
+
+
+def test_biases(tmp_path):
+    run(2, check_biases, tmp_path)
 
 
 def check_hooks(rank, world, folder):
