@@ -372,13 +372,13 @@ class ExpertDispatcher:
             return experts.compute(slots, s, plans[0], tuple(weights), guests=tuple(lent))
         turns = [(plan, weights, False) for plan in plans]
         if lent:
-            halves = [apart(plan, self.count, s.numel() // self.ranks) for plan in plans]
-            turns = [(own, weights, False) for own, _ in halves] + [(plan, lent, True) for _, plan in halves]
+            *own, of_guests = apart(plans, self.count, s.numel() // self.ranks)
+            turns = [*((plan, weights, False) for plan in own), (of_guests, lent, True)]
         first, *others = turns
         out = experts.compute(slots, s, first[0], weights)
-        for plan, w, of_guests in others:
+        for plan, w, borrowed in others:
             if has_rows(plan):
-                out = wide(out) + wide(experts.compute(slots, s, plan, w, save_z=False, lent=of_guests))
+                out = wide(out) + wide(experts.compute(slots, s, plan, w, save_z=False, lent=borrowed))
         return out.to(slots.dtype)
 
 

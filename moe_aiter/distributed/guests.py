@@ -7,7 +7,7 @@
     Guests.add_to        they travel home, and are added to its own in the order of the borrowers
 
 Kernels of `Experts` take the guests' weights as a second tensor (kernels/base/lent.py).  Where there are no
-such kernels, `apart` divides each window, and guests' rows are computed for themselves.
+such kernels, `apart` divides the windows, and guests' rows are computed in a pass of their own.
 
 Numbers of rows are known on the GPU alone, so all of this always runs; without a loan no weight travels.
 """
@@ -158,18 +158,21 @@ def is_dense(w: Tensor) -> bool:
     return all(stride == expected for (stride, _), expected in zip(axes, strides, strict=False))
 
 
-def apart(plan: RoutePlan, own: int, most: int) -> tuple[RoutePlan, RoutePlan]:
-    """Return the plans of a window's first groups, so many `own` ones, and of its guests, which have `most`
-    rows at most."""
-    order, rank, sizes = plan
-    first = sizes[:own].sum()
+def apart(plans: Sequence[RoutePlan], own: int, most: int) -> list[RoutePlan]:
+    """Return the plans of the windows' first groups, so many `own` ones, and then one of all guests, which
+    have `most` rows at most."""
+    orders, ranks, sizes = zip(*plans, strict=True)
+    order, rows, found = torch.cat(orders), len(orders[0]), []
+    ends = [size[:own].sum() for size in sizes]
     row = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    at = row[: min(most, len(order))] + first
+    first, place = sum(ends, ends[0].new_zeros(())), torch.full_like(ranks[0], -1)
+    for n, (part, rank, size, end) in enumerate(zip(orders, ranks, sizes, ends, strict=True)):
+        here = row[: len(part)] < end
+        found.append(RoutePlan(part.where(here, -1), rank.where(rank < end, -1), size[:own]))
+        place = torch.where(rank >= end, rank + (n * rows - first), place)  # among the guests' rows
+    at = row[:most] + first
     lent = order[at.clamp(max=len(order) - 1).long()].where(at < len(order), -1)
-    return (
-        RoutePlan(order.where(row < first, -1), rank.where(rank < first, -1), sizes[:own]),
-        RoutePlan(lent, (rank - first).where(rank >= first, -1), sizes[own:]),
-    )
+    return [*found, RoutePlan(lent, place.to(ranks[0].dtype), sum(size[own:] for size in sizes))]
 
 
 class Guests:

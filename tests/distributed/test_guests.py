@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_aiter import Experts, LoRAExperts, make_plan, use
 from moe_aiter.config import interpret
-from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, transport
+from moe_aiter.distributed import ExpertParallel, expert_mesh, guests, slots, transport
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import by_layer
 from moe_aiter.op import IMPLS
@@ -281,6 +281,28 @@ def check_biases(rank, world, folder):
 
 def test_biases(tmp_path):
     run(2, check_biases, tmp_path)
+
+
+def check_one_pass(rank, world, folder):
+    """Without kernels for both, guests' rows of all windows are computed at once."""
+    case = draw(1000, world) | {"experts": 2 * world, "frozen": (), "bias": False}
+    lora, plan = LoRAExperts(experts_of(case), rank=2), make_plan(torch.tensor([[0, 1]] * 16), 2 * world)
+    compute, sizes = LoRAExperts.compute, []
+
+    def noted(self, x, s, plan, weights, save_z=True, lent=False):
+        sizes.append((lent, int(plan.group_sizes.sum())))
+        return compute(self, x, s, plan, weights, save_z=save_z, lent=lent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        every_loan_pays(patch)
+        patch.setattr(slots, "ROWS", 8)
+        patch.setattr(LoRAExperts, "compute", noted)
+        shared(lora, world, guests=2, rows=0.5)(torch.randn(16, 16), torch.rand(16, 2), plan)
+    assert sizes == ([(False, 0), (True, 32)] if rank else [(False, 16), (False, 16)])
+
+
+def test_one_pass(tmp_path):
+    run(2, check_one_pass, tmp_path)
 
 
 def check_hooks(rank, world, folder):
