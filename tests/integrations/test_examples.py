@@ -66,6 +66,20 @@ def test_replay_routing():
     assert replay_routing("--steps=1", "--rollout-dtype=float32")[2][0] < 1e-5
 
 
+def rl_same_bits(*flags):
+    """The rewards, the smallest and largest ratios, and the percentages of tokens with other experts."""
+    printed = output("rl_same_bits", *flags)
+    found = (re.findall(rf"(?:{words}) ([\d.]+)", printed) for words in ("reward", "token:|to", "experts"))
+    return [[float(number) for number in numbers] for numbers in found]
+
+
+def test_rl_same_bits():
+    rewards, ratios, others = rl_same_bits("--steps=4")
+    assert rewards[-1] > rewards[0] + 0.05 and ratios == [1] * 8 and others == [0] * 4
+    assert rl_same_bits("--steps=1", "--dtype=bfloat16")[1:] == [[1, 1], [0]]
+    assert 0 < max(abs(ratio - 1) for ratio in rl_same_bits("--steps=1", "--no-invariance")[1]) < 1e-5
+
+
 def test_upcycle():
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("safetensors", reason="safetensors is not installed")
