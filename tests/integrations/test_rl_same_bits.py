@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from rl_same_bits import attention
+from rl_same_bits import Policy, attention
 
 from moe_aiter import patch_linear
 from moe_aiter.config import interpret
@@ -177,3 +177,42 @@ def test_functions_of_rows_are_invariant_in_torch(name, dtype, device):
         for size in (1, 2, 7, 100):
             some = torch.randperm(len(x))[:size]
             assert torch.equal(ROWS[name](x[some]), many[some]), (width, size)
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dtypes
+@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid])
+def test_activations_are_invariant_in_torch_if_rows_fill_vectors(function, dtype, one_thread):
+    x = torch.randn(1000, 64).to(dtype)
+    many = function(x)
+    assert all(torch.equal(function(x[i]), many[i]) for i in range(100))
+
+
+@pytest.mark.gpu
+@dtypes
+@torch.no_grad()
+def test_engine_in_a_cuda_graph(dtype, no_debug):
+    """The policy of the example, whose weights and tokens have fixed addresses."""
+    device = torch.device("cuda", 0)
+    policy, tokens = Policy().to(device, dtype), torch.randint(32, (256, 12), device=device)
+    with invariant(), patch_linear():
+        trained, some = policy(tokens), tokens[:3].clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            policy(some)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inferred = policy(some)
+    for first in (0, 100):
+        some.copy_(tokens[first : first + 3])
+        graph.replay()
+        assert torch.equal(inferred, trained[first : first + 3])
