@@ -1,7 +1,7 @@
 """Engine and trainer give a token the same log-probability, bit for bit, in models of transformers.
 
 The engine infers: whole sequences in batches of any size, or token by token with a cache of keys and values.
-The trainer has one batch of 4,096 tokens, padded or packed, with or without activation checkpointing.
+The trainer has one batch of 64 sequences, padded or packed, with or without activation checkpointing.
 """
 
 import functools
