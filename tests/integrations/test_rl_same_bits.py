@@ -22,13 +22,13 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-LENGTH, SHORT, SEQUENCES, VOCABULARY = 64, 20, 64, 96
+LENGTH, SHORT, SEQUENCES, VOCABULARY = 64, 12, 64, 96
 SIZES = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 SIZES |= {"eos_token_id": None}
 WIDTH = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 DTYPES = torch.float32, torch.bfloat16
-BATCHES = 1, 3, 17
+BATCHES = 1, 17, 64
 CPU = torch.device("cpu")
 kinds = pytest.mark.parametrize("kind", WIDTH)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
