@@ -9,7 +9,6 @@ Gradients of guests' weights go home, so autograd gets None for them: inside of 
 add them to the tensors there.
 """
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from ...private_api import Scoped
 from .check import check_device, check_float, check_size, check_whole_shape
 from .launch import tl, triton
-from .tile import unit_of
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 
@@ -78,11 +76,16 @@ def matrix_of(w_ptr, guests_ptr, group, own, w_stride, guests_stride, UNIT: tl.c
     return matrix
 
 
-def unit_with(
-    guests: Tensor | None, sizes: Sequence[int], x: Tensor, w: Tensor, *strides: Sequence[int]
-) -> tuple[int, int]:
-    """Return the `unit_of` a kernel that calls `matrix_of`, and how far the guests' matrices lie apart."""
-    unit = unit_of(sizes, x.stride(), w.stride(), *strides, () if guests is None else guests.stride())
+def lent_strides(guests: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of the guests' matrices, for `unit_of`."""
+    return () if guests is None else guests.stride()
+
+
+def unit_with(unit: int, w: Tensor, guests: Tensor | None) -> tuple[int, int]:
+    """Return the unit of a kernel that calls `matrix_of`, and how far the guests' matrices lie apart.
+
+    `unit` is what `unit_of` returns for all sizes and strides.
+    """
     if guests is None:
         return unit, 0
     return unit if w.data_ptr() % 16 == 0 == guests.data_ptr() % 16 else 1, guests.stride(0)

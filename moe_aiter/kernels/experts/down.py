@@ -44,7 +44,15 @@ from ..base.check import (
     wide,
 )
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.lent import all_weights, guest_gradients, matrix_of, own_part, own_sizes, unit_with
+from ..base.lent import (
+    all_weights,
+    guest_gradients,
+    lent_strides,
+    matrix_of,
+    own_part,
+    own_sizes,
+    unit_with,
+)
 from ..base.sources import arriving, bind_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
@@ -56,6 +64,7 @@ from ..base.tile import (
     row_tiles,
     swizzle,
     tile_options,
+    unit_of,
 )
 from ..dense.gemm import gemm_op
 from ..grouped.gmm import (
@@ -315,7 +324,8 @@ def new_beside_dz(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tens
 @takes(*TILE_DTYPES)
 def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     (own, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
-    E, (unit, guests_stride) = i.group_sizes.shape[0], unit_with(i.guests, (N, K), i.dout, i.down)
+    unit = unit_of((N, K), i.dout.stride(), i.down.stride(), lent_strides(i.guests))
+    E, (unit, guests_stride) = i.group_sizes.shape[0], unit_with(unit, i.down, i.guests)
     config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)
     interleaved = act.gated and i.interleaved

@@ -25,7 +25,15 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.check import Extra, Index, Operand, check_fields, take_rows
 from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.lent import all_weights, guest_gradients, matrix_of, own_part, own_sizes, unit_with
+from ..base.lent import (
+    all_weights,
+    guest_gradients,
+    lent_strides,
+    matrix_of,
+    own_part,
+    own_sizes,
+    unit_with,
+)
 from ..base.sources import arrived, arriving, bind_passes, late, launch_passes, takes_passes
 from ..base.tile import (
     TILE_DTYPES,
@@ -39,6 +47,7 @@ from ..base.tile import (
     row_tiles,
     swizzle,
     tile_options,
+    unit_of,
     with_boxes,
 )
 from ..grouped.gmm import GroupedInputs, gmm_reference, gmm_unpermute_op
@@ -221,7 +230,8 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.projections)
-    unit, guests_stride = unit_with(i.guests, (N, K), i.x, i.gate_up)
+    unit = unit_of((N, K), i.x.stride(), i.gate_up.stride(), lent_strides(i.guests))
+    unit, guests_stride = unit_with(unit, i.gate_up, i.guests)
     transposed = is_transposed(config, i.x)
     plain = i.guests is None and not transposed
     kind = boxes_of(i.gate_up, unit, act.gated and not i.interleaved) if plain else None
