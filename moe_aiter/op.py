@@ -251,8 +251,7 @@ def shortcut(
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """Return ctx.saved_tensors.  If x, of the shape ctx.x_shape, changed in place, the error says so."""
     try:
-        saved: tuple[Any, ...] = ctx.saved_tensors
-        return saved
+        return tuple(ctx.saved_tensors)
     except RuntimeError as error:
         if f"Tensor {list(ctx.x_shape)}]" not in str(error):
             raise
@@ -503,11 +502,14 @@ def register_kernel(
 
 
 def with_arguments(fn: Function) -> Function:
-    """Return `launch(out, i)` of a function that takes an op's inputs as arguments."""
+    """Return `launch(out, i)` of a function of an op's inputs, or without the last where these are None."""
+    kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
+    room = None if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind < 2 for kind in kinds)
 
     @functools.wraps(fn)  # and what it takes
     def launch(out: Any, i: tuple[Any, ...]) -> None:
-        fn(*i) if type(i) in IN_PLACE else fn(out, *i)
+        args = i if type(i) in IN_PLACE else (out, *i)
+        fn(*(args[:room] if all(a is None for a in args[room:]) else args))
 
     return launch
 

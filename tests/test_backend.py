@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moe_aiter import MoE, op
+from moe_aiter.kernels.experts.up import expert_z_op
 from moe_aiter.op import IMPLS, ORDER, BackendError, define_op, pick, register_kernel, takes, use
 
 
@@ -219,6 +220,21 @@ def test_register_kernel(impls):
         half_op(torch.full((2,), 3.0, dtype=torch.float64)), torch.ones(2, dtype=torch.float64)
     )
     assert torch.equal(half_op(torch.full((2,), 3.0)), torch.full((2,), 1.5))  # float32 it does not take
+
+
+def test_a_kernel_of_fewer_inputs(monkeypatch):
+    """An op that has got another input since a kernel was written: the kernel runs where that is None."""
+    monkeypatch.setitem(IMPLS, "expert_z", dict(IMPLS["expert_z"]))
+    x, w, order = torch.randn(4, 8), torch.randn(1, 12, 8), torch.arange(4, dtype=torch.int32)
+
+    @register_kernel(op="expert_z", backend="host")
+    def ones(out, x, gate_up, bias, order, rank, group_sizes, activation, interleaved):
+        out.fill_(1)
+
+    given = x, w, None, order, order[:, None], order[-1:] + 1, "swiglu", False
+    assert expert_z_op(*given).eq(1).all()
+    with pytest.raises(TypeError, match="ones"):
+        expert_z_op(*given, torch.randn(1, 12, 8))
 
 
 def test_register_kernel_knows_its_ops():
