@@ -208,10 +208,10 @@ def launch_of_8_bits(op: str, inputs: tuple) -> Launch | None:
         operands, K = lay_out(i, slice(None)), i.x8.shape[1]
         return lambda out: bind_columns(i, K, (out if columns_first else out.mT).stride())(out, *operands)
     if op == "expert_up":
-        x, w, *after, _, _ = inputs
+        x, w, *after, _, _, _ = inputs
         fits, i = hopper.fits_up_fp8, UpFp8Inputs(*quantize_rows(x), *quantize_rows(w), *after, x.dtype)
     elif op == "expert_down_grad":
-        dout, z, w, *after = inputs
+        dout, z, w, *after, _ = inputs
         i = DownGradFp8Inputs(*quantize_rows(dout), z, *quantize_rows(w.mT), *after)
         fits = hopper.fits_down_grad_fp8
     else:
@@ -261,9 +261,9 @@ def step(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[tuple]:
 
     y_columns, dx_columns = distinct_column_slices(shape, dtype)
     return [
-        ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, 0, None)),
+        ("up", "expert_up", 2, (new_z, new_a), (x, gate_up, None, *plan, *act, 0, None, None)),
         *in_columns("down", 1, sa, down.mT, y_columns),
-        ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act)),
+        ("dz", "expert_down_grad", 1, grad, (dout, z, down, weights, *plan, *act, None)),
         *in_columns("dx", 2, dz, gate_up, dx_columns),
         ("ddown", "tgmm", 1, empty(E, H, width), (dout, sa, sizes, order, k, False)),
         ("dgate_up", "tgmm", 2, empty(E, 2 * width, H), (x, dz, sizes, order, k, True)),

@@ -131,13 +131,13 @@ def wrong(number: int) -> str | None:
 Check = Callable[[int], str | None]  # what is wrong with the shape of a number
 
 
-def work(check: Check, numbers: range, path: str) -> None:
+def work(numbers: range, path: str, check: Check | None = None) -> None:
     """Run shapes in this process, and write the lines of those that are wrong to a file."""
     torch.set_num_threads(1)
     with open(path, "w", buffering=1) as out:
         for number in numbers:
             try:
-                why = check(number)
+                why = (check or wrong)(number)
             except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
             if why:
@@ -155,10 +155,10 @@ def is_lost() -> bool:
     return False
 
 
-def start(check: Check, first: int, count: int) -> tuple[int, list[str]]:
+def start(first: int, count: int, *check: Check) -> tuple[int, list[str]]:
     """Run shapes in a process of their own; return its status, and the lines of wrong shapes."""
     with tempfile.NamedTemporaryFile("r") as file:
-        child = server().Process(target=work, args=(check, range(first, first + count), file.name))
+        child = server().Process(target=work, args=(range(first, first + count), file.name, *check))
         child.start()
         child.join(SECONDS)
         if child.exitcode is None:
@@ -176,12 +176,12 @@ def server() -> multiprocessing.context.BaseContext:
     return context
 
 
-def scan(check: Check, first: int, count: int) -> list[str]:
+def scan(first: int, count: int, *check: Check) -> list[str]:
     """Run the shapes of a process; if the process dies, run each again alone."""
-    status, lines = start(check, first, count)
+    status, lines = start(first, count, *check)
     if status == 0:
         return lines
-    alone = [start(check, number, 1) for number in range(first, first + count)]
+    alone = [start(number, 1, *check) for number in range(first, first + count)]
     dead = [
         f"{number}: ends its process with status {s}: {' '.join(said)}"
         for number, (s, said) in zip(range(first, first + count), alone, strict=True)
@@ -206,7 +206,7 @@ def main(check: Check = wrong, shapes: int = 20_000, description: str = __doc__)
     parts = [(n, min(EACH, first + given.shapes - n)) for n in range(first, first + given.shapes, EACH)]
 
     def run(part):
-        return (part[1], scan(check, *part)) if time.monotonic() - began < given.seconds else (0, [])
+        return (part[1], scan(*part, check)) if time.monotonic() - began < given.seconds else (0, [])
 
     with ThreadPoolExecutor(given.workers) as pool:
         for i, (count, lines) in enumerate(pool.map(run, parts)):

@@ -46,6 +46,10 @@ NOT_FUZZED = {
     **dict.fromkeys(
         ("swiglu_limit", "swiglu_softcap"), "return names: tests/kernels/base/test_activations.py"
     ),
+    **dict.fromkeys(
+        ("enable_batch_invariance", "batch_invariance_enabled"),
+        "a switch: tests/layers/test_batch_invariant.py",
+    ),
     "unpatch_linear": "ends every patch of the process: tests/layers/test_linear.py",
 }
 NOT_REACHED = {  # ops that no case can reach here, and what tests them
