@@ -119,6 +119,6 @@ def warn_of_scale(x: Tensor) -> bool:
             f"{' and '.join(causes)}, but the auxiliary losses of the MoE are attached with the scale 1: "
             "call set_aux_loss(model, 'return') and add aux_loss(model) to the training loss, or call "
             "set_loss_scale",
-            stacklevel=7,
+            stacklevel=8,
         )
     return bool(causes)
