@@ -60,7 +60,7 @@ def array_of(name: str, array: object, shape: tuple[int, int] | None = None, dty
 def from_bytes(name: str, data: Any, shape: tuple[int, int] | None, dtype: str) -> np.ndarray:
     data = decoded(name, data)
     if data.startswith(NPY):
-        array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        array: np.ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
         return array
     if shape is None:
         raise ValueError(
