@@ -60,13 +60,14 @@ def patch_linear() -> LinearPatch:
         with patch_linear():
             model(x)
 
-    With batch invariance (`enable_batch_invariance`), float32 as well, and all calls of F.linear.
+    With batch invariance (`enable_batch_invariance`), all floating dtypes, under autocast too, and all calls
+    of F.linear with a weight (N, K).
 
     All other products, and those that `tuned_gemm` does not support, run as before.  The patch holds for
     modules that inherit nn.Linear's own forward, gradients included.  torch computes products of weights that
-    are not plain tensors (sharded or quantised ones), and products under autocast to another dtype.  A second
-    patch changes nothing; the patch lasts until each call has been undone.  Patch before torch.compile: code
-    compiled before is compiled again.  Errors are not hidden.
+    are not plain tensors (sharded or quantised ones), and without batch invariance products under autocast to
+    another dtype.  A second patch changes nothing; the patch lasts until each call has been undone.  Patch
+    before torch.compile: code compiled before is compiled again.  Errors are not hidden.
     """
     handle = LinearPatch()
     if not _handles:
@@ -108,8 +109,14 @@ def uninstall() -> None:
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear, with batch invariance by `gemm`: the routers of transformers call no nn.Linear."""
-    multiply = multiply_linear if batch_invariant() and is_ours(input, weight) else LINEAR
-    return multiply(input, weight, bias)
+    by_gemm = batch_invariant() and is_for_gemm(input, weight)
+    return (multiply_linear if by_gemm else LINEAR)(input, weight, bias)
+
+
+def is_for_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gemm` can multiply; under autocast to any dtype, it does."""
+    plain = type(x) in PARAMETERS and type(weight) in PARAMETERS and not x.is_meta
+    return plain and x.dim() > 0 and weight.dim() == 2 and all(t.is_floating_point() for t in (x, weight))
 
 
 def multiply_patched(module: nn.Linear, x: Tensor, original: Callable[[nn.Linear, Tensor], Tensor]) -> Tensor:

@@ -240,6 +240,30 @@ def test_patched_linear_layers(dtype):
     assert F.linear is original
 
 
+def test_patched_linear_layers_of_float64():
+    linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+    x = torch.randn(64, HIDDEN, dtype=torch.float64)
+    with invariant(), patch_linear():
+        assert all(torch.equal(linear(x[:size]), linear(x)[:size]) for size in (1, 2, 17))
+
+
+def test_patched_linear_layers_under_autocast(monkeypatch):
+    from moe_aiter.layers import linear as file
+
+    original, seen = file.multiply_linear, []
+    monkeypatch.setattr(file, "multiply_linear", lambda *i: (seen.append(i), original(*i))[1])
+    with invariant(), patch_linear(), torch.autocast("cpu", torch.bfloat16):
+        out = nn.Linear(HIDDEN, 8)(torch.randn(3, HIDDEN))
+    assert seen and out.dtype == torch.bfloat16
+
+
+def test_a_patched_product_with_a_vector():
+    x, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
+    expected = F.linear(x, weight)
+    with invariant(), patch_linear():
+        assert torch.equal(F.linear(x, weight), expected)
+
+
 @pytest.mark.parametrize("switch", [False, True])
 def test_a_graph_has_the_answer_of_its_layer(switch):
     moe, inputs = small_moe(torch.bfloat16), tokens(torch.bfloat16, 100)
