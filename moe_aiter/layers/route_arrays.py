@@ -7,7 +7,6 @@ a mapping or object with data, shape    prime-rl: `data` as bytes or in base64, 
 """
 
 import base64
-import binascii
 import io
 import math
 from collections import defaultdict
@@ -45,16 +44,26 @@ def array_of(name: str, array: object, shape: tuple[int, int] | None = None, dty
     if isinstance(array, list | tuple):
         try:
             array = torch.tensor(array, device="cpu")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"{name} must be an array, but the lists do not form one: {error}") from error
     elif isinstance(array, str | bytes | bytearray | memoryview):
         array = from_bytes(name, array, shape, dtype)
     elif not isinstance(array, Tensor) and not hasattr(array, "__array_interface__"):  # NumPy's
         array = from_fields(name, array)
-    tensor = array if isinstance(array, Tensor) else torch.tensor(array, device="cpu")  # it may be read-only
+    tensor = array if isinstance(array, Tensor) else copied(array)
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor: pass pack_routes(tensor)")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be dense, not {tensor.layout}")
     if tensor.is_meta:
         raise ValueError(f"{name} must have values, but the device is meta")
     return tensor
+
+
+def copied(array: Any) -> Tensor:
+    """Return a NumPy array, which may be read-only, lie backwards or have another order of bytes."""
+    array = np.asarray(array)
+    return torch.tensor(np.array(array, array.dtype.newbyteorder("="), order="C"), device="cpu")
 
 
 def from_bytes(name: str, data: Any, shape: tuple[int, int] | None, dtype: str) -> np.ndarray:
@@ -83,15 +92,23 @@ def from_fields(name: str, array: object) -> np.ndarray:
             f"{name} begins at token {fields['start']}: join the array with that of the tokens before"
         )
     dtype = fields.get("dtype", "uint8")  # prime-rl's, which left it out at first
-    return in_shape(name, decoded(name, fields["data"]), dtype, tuple(fields["shape"]))
+    shape = fields["shape"]
+    if not (isinstance(shape, list | tuple) and shape and all(is_kind(n, int) and n >= 0 for n in shape)):
+        raise ValueError(f"the shape of {name} must be (tokens, layers, k), but it is {shape!r}")
+    return in_shape(name, decoded(name, fields["data"]), dtype, tuple(shape))
 
 
 def decoded(name: str, data: Any) -> bytes:
     if not isinstance(data, str):
-        return bytes(data)
+        try:
+            return memoryview(data).tobytes()
+        except TypeError as error:
+            raise TypeError(
+                f"the data of {name} must be bytes or base64, not {type(data).__name__}"
+            ) from error
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"{name} is text, but not base64: {error}") from error
 
 
@@ -213,7 +230,7 @@ def as_route(what: str, name: str, route: object, floats: bool) -> Route:
     ids, weights = route if isinstance(route, Route) else (route, None)
     ids = numbers(f"{what} of {name}", array_of(f"{what} of {name}", ids), floats)
     check_shape(f"{what} of {name}", ids, "T", "k")
-    return Route(ids, weights)
+    return Route(ids, None if weights is None else array_of(f"weights of {name}", weights))
 
 
 def with_weights(name: str, calls: list[Route], weights: list[Route]) -> list[Route]:

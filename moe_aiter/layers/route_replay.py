@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.base.check import check_flags, check_shape, checked
+from ..kernels.base.check import check_flags, check_shape, check_whole_shape, checked
 from ..routing.balance import repeats
 from ..routing.router import Router, Routing
 from .attached import Attachment, NotCopied, plain_name
@@ -240,16 +240,26 @@ def checked_route(
         raise ValueError(f"weights=True, but routes have no routing weights of {name}")
     if given is not None and given.shape != ids.shape:
         raise ValueError(f"{name} has ids {tuple(ids.shape)} but routing weights {tuple(given.shape)}")
+    check_ids(name, ids, num_experts)
+    with torch.inference_mode(False):
+        parts = [t.detach().clone() for t in ((ids, given) if weights and given is not None else (ids,))]
+        ids, *own = parts if select is None else map(select, parts)
+    if select is not None:
+        returned = f"what tokens returns for {name}"
+        check_shape(returned, ids, "T'", "k")
+        check_ids(name, numbers(returned, ids, False), num_experts)
+        for t in own:
+            check_whole_shape(f"{returned}, of weights,", t, ids.shape)
+    layer.check(name, ids)
+    return Route(small_ids(ids, num_experts), *own)
+
+
+def check_ids(name: str, ids: Tensor, num_experts: int) -> None:
+    """Raise ValueError for an id (T, k) that no expert has."""
     if ids.numel() and not (ids.min() >= -1 and ids.max() < num_experts):
         raise ValueError(
             f"{name} has experts 0 to {num_experts - 1}, but its routes have ids {ids.min()} to {ids.max()}"
         )
-    with torch.inference_mode(False):
-        parts = [t.detach().clone() for t in ((ids, given) if weights and given is not None else (ids,))]
-        ids, *own = parts if select is None else map(select, parts)
-    check_shape(f"what tokens returns for {name}", ids, "T'", "k")
-    layer.check(name, ids)
-    return Route(small_ids(ids, num_experts), *own)
 
 
 # layers

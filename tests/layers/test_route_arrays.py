@@ -270,3 +270,54 @@ def test_columns_of_several_passes():
         with replay_routes(model, passes) as replay, torch.no_grad():
             assert torch.equal(model(x), model(x))
         assert replay.differences()["layers.1"] == (0, 0)
+
+
+def test_numpy_arrays_that_torch_does_not_take():
+    assert pack_routes([numpy(">i4"), numpy("int32")[::-1]]).tolist() == IDS + IDS[::-1]
+
+
+@pytest.mark.parametrize("data", [24, None, [0] * 24])
+def test_data_that_is_no_bytes(data):
+    with pytest.raises(TypeError, match=r"the data of sequences\[0\] must be bytes or base64, not"):
+        pack_routes([PRIME_RL | {"data": data}])
+
+
+@pytest.mark.parametrize("shape", [12, "423", [], [4.0, 2, 3], [4, -2, -3], [-1, 2, 3]])
+def test_a_shape_that_is_none(shape):
+    with pytest.raises(ValueError, match=r"the shape of sequences\[0\] must be .tokens, layers, k., but"):
+        pack_routes([PRIME_RL | {"shape": shape}])
+
+
+def test_arrays_that_are_not_dense():
+    ids = torch.tensor(IDS)
+    with pytest.raises(ValueError, match=r"routes is a nested tensor: pass pack_routes"):
+        replay_routes(Model(), torch.nested.nested_tensor([ids], layout=torch.jagged))
+    with pytest.raises(ValueError, match=r"routes must be dense, not torch\.sparse_coo"):
+        replay_routes(Model(), ids.to_sparse())
+    with pytest.raises(ValueError, match="the lists do not form one"):
+        replay_routes(Model(), [[[None, 1, 2]] * 2])
+    with pytest.raises(ValueError, match="routes is text, but not base64"):
+        replay_routes(Model(), "é")
+
+
+def test_what_tokens_returns_is_looked_at():
+    """An id that no expert has would drop a choice."""
+    ids, weights = torch.tensor(IDS), torch.rand(SHAPE)
+    for change, error, words in (
+        (lambda t: t + E, ValueError, rf"experts 0 to {E - 1}, but its routes have ids {E} to"),
+        (lambda t: t.float(), TypeError, r"what tokens returns for .* must be integers"),
+    ):
+        with pytest.raises(error, match=words):
+            replay_routes(Model(), ids, tokens=change)
+    with pytest.raises(ValueError, match=r"what tokens returns for .*, of weights, is .2, 3. but must be .4"):
+        replay_routes(Model(), ids, weights=weights, tokens=lambda t: t[:2] if t.is_floating_point() else t)
+
+
+def test_weights_of_a_route_in_any_form():
+    model, x, ids, weights = Model(), torch.randn(4, H), torch.tensor(IDS), torch.rand(SHAPE)
+    names, outs = list(routes_of(model, x)), []
+    for form in (lambda t: t, lambda t: t.tolist()):
+        routes = {name: Route(form(ids[:, n]), form(weights[:, n])) for n, name in enumerate(names)}
+        with replay_routes(model, routes, weights=True), torch.no_grad():
+            outs.append(model(x))
+    assert torch.equal(*outs)
