@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..invariance import INVARIANT, check_twins, invariant, make_twins, refuse_batch
+from ..invariance import INVARIANT, batch_invariant, check_twins, invariant, make_twins, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -385,9 +385,11 @@ class MoE(nn.Module):
     def is_private(self, tokens: Tensor) -> bool:
         """Whether the experts' gradient of the tokens has no other reader than the router's backward pass.
 
-        It is where it comes from `Experts`, by plain autograd, and nothing is hooked to either module.
+        It is where it comes from `Experts`, by plain autograd, and nothing is hooked to either module.  With
+        batch invariance it never counts: hooks, such as FSDP2's, would change the order in which autograd
+        adds up the gradients of x.
         """
-        if self.to_latent is not None:
+        if self.to_latent is not None or batch_invariant():
             return False
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and tokens.requires_grad):
             return False

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..invariance import as_remembered, batch_invariant, refuse_batch
+from ..invariance import batch_invariant, refuse_batch
 from ..kernels.base.check import (
     check_device,
     check_flags,
@@ -249,11 +249,9 @@ class LogitsAndTokens(torch.autograd.Function):
         logits = router_logits(x, weight, bias)
         save_logits(ctx, LogitsInputs(x, weight, bias), logits)
         ctx.set_materialize_grads(False)
-        ctx.batch_invariant = batch_invariant()
         return logits, x.detach()  # no view for autograd: x may change where backward does not need it
 
     @staticmethod
-    @as_remembered
     def backward(ctx: Any, dlogits: Tensor | None, dtokens: Tensor | None) -> tuple[Tensor | None, ...]:
         if dlogits is None:
             return dtokens, None, None

@@ -187,6 +187,15 @@ def test_checkpointing(use_reentrant):
     assert all(map(torch.equal, kept, again))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_change_no_bits(dtype):
+    """Such as those of FSDP2, which an engine has not."""
+    moe, inputs = small_moe(dtype, shared_intermediate=24), tokens(dtype, 100)
+    expected = step(moe)(*(t.clone() for t in inputs))
+    moe.router.register_forward_hook(lambda *_: None)
+    assert all(map(torch.equal, step(moe)(*(t.clone() for t in inputs)), expected))
+
+
 def test_several_threads():
     threads = torch.get_num_threads()
     try:
