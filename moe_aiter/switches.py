@@ -103,8 +103,9 @@ def enable_batch_invariance(on: bool = True) -> None:
 
     It holds for the layers and products of moe_aiter, and for the gradients of tokens and routing weights.
     The gradient of a weight is a sum over all tokens, and no part of it.  A backward pass does as its forward
-    pass did.  A layer that cannot be invariant raises ValueError: `Capacity`, expert choice and others that
-    compare tokens, jitter, dropout.
+    pass did; a forward pass that activation checkpointing repeats does as the switch says by then.  A layer
+    that cannot be invariant raises ValueError: `Capacity`, expert choice and others that compare tokens,
+    jitter, dropout.
     """
     if check_bool(on):
         make_twins()
