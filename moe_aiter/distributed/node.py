@@ -20,7 +20,7 @@ from ..op import saved_tensors
 from ..private_api import is_alias, keeps_graph, version_of
 from ..routing.plan import RoutePlan
 from .guests import Guests, Lending, strides_of, with_strides
-from .overflow import add_dx, add_gradients, at_once, options_of, targets
+from .overflow import add_dx, add_gradients, cast_weights, options_of, targets
 from .transport import DOUT, Pass, Sources, Transport, X
 from .wire import Slots, parts_of, receive, send
 
@@ -283,14 +283,14 @@ class Backward:
         assert options is not None  # as `can_add` has said
         return options
 
-    def all_weights(self, dtype: torch.dtype) -> ExpertWeights:
+    def cast_weights(self, dtype: torch.dtype) -> ExpertWeights:
         """Return the weights of own experts and of guests."""
-        return at_once(dtype, self.weights, () if self.guests is None else self.guests.weights())
+        return cast_weights(dtype, self.weights, () if self.guests is None else self.guests.weights())
 
     def add_dx_of_windows(self, dx: Tensor, passes: Sequence[Pass]) -> None:
         """Add the other windows' part to the gradient of some tokens, before that of own rows is added."""
         tensors = self.arriving.arrived[0], self.options(), self.again.arrived[0], self.slots_s
-        add_dx(dx, *tensors, self.others, self.all_weights(dx.dtype), passes)
+        add_dx(dx, *tensors, self.others, self.cast_weights(dx.dtype), passes)
 
     def add_late(
         self, dx: Tensor | None, ds: Tensor | None, dweights: Sequence[Tensor | None],
@@ -305,7 +305,7 @@ class Backward:
         if self.others:
             gradients = [dx, ds, *targets(self.experts, dweights)]
             (x,), (dout,) = self.again.receive(), self.arriving.receive()
-            weights = self.all_weights(x.dtype)
+            weights = self.cast_weights(x.dtype)
             with self.adding():
                 add_gradients(
                     gradients, dout, self.options(), x, self.slots_s, self.others, weights, self.dlent

@@ -5,7 +5,7 @@ they do almost nothing: tokens without rows are neither read nor written.  Each 
 Where products take the rows of one rank after the other, so do these: `passes` has one of each window.
 Nothing of it is kept for backward, which computes z again.
 
-`weights` are what `at_once` returns.
+`weights` are what `cast_weights` returns.
 """
 
 import itertools
@@ -130,7 +130,7 @@ def targets(experts: object, gradients: Sequence[Tensor | None]) -> list[Tensor 
     return [d if m is None else m for d, m in itertools.zip_longest(gradients, main)]
 
 
-def at_once(dtype: torch.dtype, weights: Sequence[Any], lent: Sequence[Any]) -> ExpertWeights:
+def cast_weights(dtype: torch.dtype, weights: Sequence[Any], lent: Sequence[Any]) -> ExpertWeights:
     """Return gate_up, down and their biases as one value, cast, with those of guests if there are any."""
     cast = [[t.to(dtype) for t in some[:2]] + [*some[2:]] for some in (weights, lent)]
     own = ExpertWeights(*cast[0])

@@ -9,6 +9,7 @@ Gradients of guests' weights go home, so autograd gets None for them: inside of 
 add them to the tensors there.
 """
 
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -76,16 +77,12 @@ def matrix_of(w_ptr, guests_ptr, group, own, w_stride, guests_stride, UNIT: tl.c
     return matrix
 
 
-def lent_strides(guests: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of the guests' matrices, for `unit_of`."""
-    return () if guests is None else guests.stride()
-
-
 def unit_with(unit: int, w: Tensor, guests: Tensor | None) -> tuple[int, int]:
     """Return the unit of a kernel that calls `matrix_of`, and how far the guests' matrices lie apart.
 
-    `unit` is what `unit_of` returns for all sizes and strides.
+    `unit` is what `unit_of` returns for the kernel without guests.
     """
     if guests is None:
         return unit, 0
-    return unit if w.data_ptr() % 16 == 0 == guests.data_ptr() % 16 else 1, guests.stride(0)
+    aligned = w.data_ptr() % 16 == 0 == guests.data_ptr() % 16
+    return math.gcd(unit, guests.stride(0)) if aligned else 1, guests.stride(0)

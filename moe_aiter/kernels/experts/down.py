@@ -47,7 +47,6 @@ from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.lent import (
     all_weights,
     guest_gradients,
-    lent_strides,
     matrix_of,
     own_part,
     own_sizes,
@@ -324,7 +323,7 @@ def new_beside_dz(i: DownGradInputs | DownGradOverZInputs) -> tuple[Tensor, Tens
 @takes(*TILE_DTYPES)
 def bind_expert_down_grad(i: DownGradInputs) -> Callable:
     (own, K, N), R, act = i.down.shape, i.order.shape[0], get_activation(i.activation)
-    unit = unit_of((N, K), i.dout.stride(), i.down.stride(), lent_strides(i.guests))
+    unit = unit_of((N, K), i.dout.stride(), i.down.stride())
     E, (unit, guests_stride) = i.group_sizes.shape[0], unit_with(unit, i.down, i.guests)
     config = tuning.lookup("down_grad", i.dout.dtype, R, N, K, E)
     tiles_m, tiles_n = row_tiles(R, E, config.block_m), cdiv(N, config.block_n)

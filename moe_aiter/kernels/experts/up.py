@@ -28,7 +28,6 @@ from ..base.launch import cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.lent import (
     all_weights,
     guest_gradients,
-    lent_strides,
     matrix_of,
     own_part,
     own_sizes,
@@ -230,7 +229,7 @@ def bind_expert_up(i: UpInputs, write_a: bool = True) -> Callable:
         config = dataclasses.replace(config, block_n=min(config.block_n, at_least_16(N)))
     tiles_m = row_tiles(R, E, config.block_m)
     tiles_n = cdiv(N, config.block_n // act.projections)
-    unit = unit_of((N, K), i.x.stride(), i.gate_up.stride(), lent_strides(i.guests))
+    unit = unit_of((N, K), i.x.stride(), i.gate_up.stride())
     unit, guests_stride = unit_with(unit, i.gate_up, i.guests)
     transposed = is_transposed(config, i.x)
     plain = i.guests is None and not transposed

@@ -43,7 +43,7 @@ from ..base.check import (
 )
 from ..base.fixed_rows import multiply_rows
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
-from ..base.lent import all_weights, lent_strides, matrix_of, own_part, unit_with
+from ..base.lent import all_weights, matrix_of, own_part, unit_with
 from ..base.sources import leaving
 from ..base.tile import (
     PERSISTENT,
@@ -278,7 +278,7 @@ def bind_grouped(i: GroupedInputs | GroupedIntoInputs, out_strides: tuple, into:
     (M, _), (own, K, N), G = i.lhs.shape, i.rhs.shape, i.group_sizes.shape[0]
     guests = i.guests if into else None
     config, amd = choose_tile(i.tile, "gmm", i.lhs.dtype, M, N, K, G)
-    unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides, lent_strides(guests))
+    unit = unit_of((N, K), i.lhs.stride(), i.rhs.stride(), out_strides)
     unit, guests_stride = unit_with(unit, i.rhs, guests)
     out_dtype = i.existing_out.dtype if into else i.dtype or i.lhs.dtype
     boxes = boxes_of(i.rhs.mT, unit) if guests is None else None
