@@ -68,7 +68,7 @@ from .guests import (
     way_of_lending,
 )
 from .node import NO_PASSES, Dispatched, in_passes
-from .overflow import WHOLE, add_output, at_once, can_add, options_of
+from .overflow import WHOLE, add_output, can_add, cast_weights, options_of
 from .slots import pad, window_rows
 from .transport import (
     ROUTING,
@@ -174,7 +174,7 @@ class ExpertDispatcher:
         (x,) = cast_as_linear(x)  # fewer bytes travel
         s, weights = wide(routing_weights), experts.local_weights()
         if not (compiles or self.called):
-            self.log_traffic(experts, x, weights)
+            self.log_traffic(experts, x, weights, s.shape[1] if batch_invariant() else 1)
         self.check_ranks(x, weights, compiles)
         if self.max_tokens is not None:
             x, s = (pad(t, self.max_tokens) for t in (x, s))
@@ -211,13 +211,14 @@ class ExpertDispatcher:
         return plan
 
     def log_traffic(
-        self, experts: LocalExperts, x: Tensor, weights: Sequence[Tensor | FourBit | None]
+        self, experts: LocalExperts, x: Tensor, weights: Sequence[Tensor | FourBit | None], times: int
     ) -> None:
-        """Say once how much a training step sends, beside what FSDP2 would send for whole experts."""
+        """Say once how much a training step sends, if each token travels so many `times`, beside what FSDP2
+        would send for whole experts."""
         others, wire = self.ranks - 1, Wire() if self.keep_x else wire_of(experts)
         # x, dout, the sums for out and dx, and x again
         sent = [wire.x, wire.dout, None, None] + ([] if self.keep_x else [wire.again])
-        rows = x.shape[0] if self.max_tokens is None else self.max_tokens
+        rows = times * (x.shape[0] if self.max_tokens is None else self.max_tokens)
         tokens = others * sum(num_bytes(rows, x.shape[1], x.element_size(), how) for how in sent)
         # gathered twice, and gradients; FSDP2 sends no weights of 4 bits
         whole = 3 * others * sum(w.nbytes for w in weights if isinstance(w, Tensor))
@@ -342,7 +343,7 @@ class ExpertDispatcher:
         def add(out: Tensor, passes: Iterable[Any] = WHOLE) -> None:
             assert options is not None and isinstance(slots, Tensor)  # as `can_add` says
             lent = () if guests is None else guests.weights()
-            add_output(out, options, slots, s, others, at_once(x.dtype, weights, lent), passes)
+            add_output(out, options, slots, s, others, cast_weights(x.dtype, weights, lent), passes)
 
         with in_passes(spans, arriving, arriving, sums, add if others else None):
             if compute is None:
@@ -361,14 +362,14 @@ class ExpertDispatcher:
 
     def passes(
         self, experts: LocalExperts, slots: Slots, s: Tensor, plans: Sequence[RoutePlan],
-        weights: Sequence[Any], lent: Sequence[Any], both: bool,
+        weights: Sequence[Any], lent: Sequence[Any], at_once: bool,
     ) -> Tensor:  # fmt: skip
         """Return the sum over the windows, (R * T, H), with the guests' weights that other ranks have `lent`.
 
-        What autograd records of any but the first window does not keep pre-activations.  `both`: kernels take
-        both tensors of weights, and there is one window.
+        What autograd records of any but the first window does not keep pre-activations.  `at_once`: kernels
+        take both tensors of weights, and there is one window.
         """
-        if lent and both:
+        if lent and at_once:
             return experts.compute(slots, s, plans[0], tuple(weights), guests=tuple(lent))
         turns = [(plan, weights, False) for plan in plans]
         if lent:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def check(rank, world, folder):
                                 same = torch.equal(gathered(ours), want)
                                 assert same, (kind, backend, transport, rows, guests, fn is again, name)
         assert sum(loans)
+
+
+def check_log(rank, world, folder):
+    """Each choice of a token travels alone, which the log counts."""
+    mesh, sent = expert_mesh("cpu", world)["ep"], []
+    log = logging.getLogger("moe_aiter")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: sent.append(record.args) or True)
+    x, ids, s, _ = (t.tensor_split(world)[rank] for t in batch(torch.float32))
+    for on in (False, True):
+        with invariant(on):
+            shared = parallelize_module(Experts(E, H, I), mesh, ExpertParallel())
+            shared(x, s, make_plan(ids, E))
+    once, by_choice = (args for args in sent if len(args) == 3)
+    assert by_choice[1] == K * once[1] and by_choice[2] == once[2]
+
+
+def test_log(tmp_path):
+    run(2, check_log, tmp_path)
 
 
 @pytest.mark.parametrize("world", [2, 3])
