@@ -179,15 +179,15 @@ def calls_of(
                 f"layer {name}: {has} it, {lacks} ({len(names)} layers, {len(routes)} in {what})"
             )
         return {name: [as_route(what, name, r, floats) for r in items(routes[name], 2)] for name in names}
+    asked = "one for each column" if layers is None else f"and layers= names {len(layers)}"
     layers = range(len(names)) if layers is None else layers
     passes = []
     for array in items(routes, 3):
         array = by_tokens(what, numbers(what, array_of(what, array), floats), layers_first, len(layers))
         if array.shape[1] != len(layers):
             raise ValueError(
-                f"the model has {len(names)} MoE layers, {names[0]} to {names[-1]}, and layers= names "
-                f"{len(layers)}, but {what} are (tokens, layers={array.shape[1]}, k): select the layers "
-                "that are MoE"
+                f"the model has {len(names)} MoE layers, {names[0]} to {names[-1]}, {asked}, but "
+                f"{what} are (tokens, layers={array.shape[1]}, k): select the layers that are MoE"
             )
         passes.append(array)
     columns = columns_by_layer(layers, names)

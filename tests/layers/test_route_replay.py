@@ -412,7 +412,7 @@ def test_mismatches():
     wrong(routes | {"layers.1": ids - 9}, "layers.1 has experts 0 to 5")
     wrong(routes, "layers.0 is called once more, but routes have 1 of its calls", calls=2)
     wrong(routes, "layers.0 was called 0 times, routes have 1 calls", calls=0)
-    wrong(array, "2 MoE layers, layers.0 to layers.1, .* but routes are .tokens, layers=3, k.")
+    wrong(array, "2 MoE layers, layers.0 to layers.1, one for each .* but routes are .tokens, layers=3, k.")
     wrong(array.float(), "routes must be integers", TypeError)
     wrong([[1]], "routes must be .tokens, layers, k., but it has shape .1,.")
     wrong({1, 2}, "routes must be tensors, NumPy arrays, .* not set", TypeError)
