@@ -76,6 +76,14 @@ def check(layer, leaves, dout, sizes=TOKENS):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.fixture(autouse=True)
+def room(request):
+    """A model of tens of gigabytes runs when no other one does."""
+    shape = getattr(request.node, "callspec", None) and request.node.callspec.params.get("shape")
+    if shape == SHAPES["dsv3"]:
+        request.getfixturevalue("most_of_the_gpu")
+
+
 @models
 @tiers
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -152,3 +160,21 @@ def test_float32(shape, no_debug):
     with invariant():
         layer = given_routing(build(few, dtype=torch.float32), few)
         check(layer, leaves, dout, [T for T in TOKENS if T <= 1024])
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["as it comes", "invariant"])
+@pytest.mark.parametrize("router", [torch.bfloat16, torch.float32], ids=str)
+def test_forced_hopper(router, on, hopper, no_debug):
+    """A forced Hopper tier does not refuse the router's products, nor those of biases, which are float32."""
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    moe = MoE(512, 256, 16, 2, bias=True, batch_invariant=on, **where)
+    moe.router.to(router)
+    x, dout = torch.randn(2, 300, 512, **where)
+    grads = []
+    for tier in ("auto", "hopper"):
+        with use(tier):
+            leaf = x.clone().requires_grad_()
+            out = moe(leaf)
+            grads.append((out.detach(), *torch.autograd.grad(out, (leaf, *moe.parameters()), dout)))
+    for ours, auto in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(ours, auto, rtol=1e-2, atol=1e-2 * auto.abs().max().item())

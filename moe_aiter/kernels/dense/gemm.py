@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import tuning
 from ...config import interpret
 from ...invariance import batch_invariant, summing_tokens
-from ...op import binds, copy_into, define_op, gradients, takes
+from ...op import binds, copy_into, define_op, forced, gradients, takes, use
 from ...private_api import addmm_activation
 from ...switches import MATMUL, float32_precision
 from .. import hopper
@@ -320,6 +320,17 @@ gemm_op = define_op(
     "gemm", GemmInputs, outputs=2, new=new_gemm, reference=gemm_reference, torch=fill_gemm, triton=bind_gemm,
     hopper=hopper.bind_gemm, backward=backward_gemm, save=save_gemm,
 )  # fmt: skip
+
+
+def tier_inside() -> contextlib.AbstractContextManager:
+    """A block for a product inside another op: where Hopper is forced, whose kernel takes few, Triton."""
+    return use("triton") if forced() == "hopper" else contextlib.nullcontext()
+
+
+def product_inside(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x @ w of matrices inside another op."""
+    with tier_inside():
+        return gemm_op(x[None], w[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
 
 
 # public
