@@ -2,12 +2,14 @@
 
 import copy
 import json
+import weakref
 
 import pytest
 import torch
 from check import error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_aiter import (
     Experts,
@@ -246,6 +248,32 @@ class Copies(TorchDispatchMode):
         if func is torch.ops.aten.clone.default:
             self.sizes.add(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
+
+
+class Peak(TorchDispatchMode):
+    """Notes the most bytes that the results of all operations had at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.results += [weakref.ref(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.most = max(self.most, self.now())
+        return out
+
+    def now(self):
+        live = [t.untyped_storage() for result in self.results if (t := result()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())
+
+
+@formats
+def test_quantising_needs_little_more_than_the_result(format):
+    weight = torch.randn(32, 64, 256)
+    with Peak() as peak:
+        packed = quantized(weight, format).packed
+    assert packed.nbytes <= peak.now() and peak.most < weight.nbytes + 4 * packed.nbytes
 
 
 def test_the_original_stays_and_its_weights_are_not_copied():

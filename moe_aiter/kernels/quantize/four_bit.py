@@ -301,10 +301,13 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
     if not w.is_meta and not all(e.float().isfinite().all() for e in w.detach().unbind()):
         raise ValueError("w holds NaN or infinity, or what float32 cannot hold, which have no 4 bits")
     quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
-    found = [quantize(e.contiguous().float().unflatten(-1, (-1, block))) for e in w.detach().unbind()]
-    codes, scales, zeros = zip(*found, strict=True)
-    packed = torch.stack([packed_codes(c.flatten(-2), format) for c in codes])
-    scales, nested, table = torch.stack(scales), None, None
+
+    def in_codes(expert: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, scale, zero = quantize(expert.contiguous().float().unflatten(-1, (-1, block)))
+        return packed_codes(codes.flatten(-2), format), scale, zero
+
+    packed, scales, zeros = zip(*map(in_codes, w.detach().unbind()), strict=True)
+    packed, scales, nested, table = torch.stack(packed), torch.stack(scales), None, None
     offset = None if zeros[0] is None else torch.stack(zeros)
     if format == "nf4":
         table = torch.tensor(CODES["nf4"], device=w.device)
