@@ -127,8 +127,16 @@ def test_packed(dtype, device):
         assert torch.equal(trained[start : start + n - 1], row[: n - 1])
 
 
+@pytest.fixture
+def deterministic():
+    """Without, torch adds the gradient of an embedding in any order on a GPU."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed(reentrant, device):
+def test_checkpointed(reentrant, device, deterministic):
     """A repeated forward pass has the bits of the first: the gradients are those without checkpoints."""
     model, tokens = model_of("qwen3_moe", device)
     gradients = []
