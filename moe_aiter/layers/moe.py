@@ -150,7 +150,6 @@ class MoE(nn.Module):
         self.set_counts(bool(selection_bias or global_balance_coef), quantile_bins, device)
 
     def set_batch_invariant(self, on: bool, choice: Choice | None, jitter: float) -> None:
-        check_flags(batch_invariant=on)
         self.batch_invariant = on
         with invariant(on):
             self.check_by_token()
@@ -181,8 +180,10 @@ class MoE(nn.Module):
         self.register_load_state_dict_post_hook(follow_parameters)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "batch_invariant" and value:
-            make_twins()
+        if name == "batch_invariant":
+            check_flags(batch_invariant=value)
+            if value:
+                make_twins()
         before = own_buffers(self).get(name) if name in COUNTS else None
         if before is not None and before.is_meta and isinstance(value, Tensor):
             value = counts_on(value.device, before)  # transformers gives memory here that nothing has written

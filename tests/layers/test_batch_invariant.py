@@ -323,6 +323,16 @@ def test_a_choice_that_compares_tokens_is_refused(kind):
         route(torch.randn(6, 4), 2, choice=choice, renormalize=False)
 
 
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_only_a_flag_is_taken(value):
+    moe = MoE(8, 8, 4, 2)
+    with pytest.raises(TypeError, match="batch_invariant"):
+        MoE(8, 8, 4, 2, batch_invariant=value)
+    with pytest.raises(TypeError, match="batch_invariant"):
+        moe.batch_invariant = value
+    assert moe.batch_invariant is False
+
+
 def test_capacity_is_refused():
     with pytest.raises(ValueError, match=r"batch invariance is on, but Capacity.* other tokens"):
         MoE(8, 4, 4, 2, capacity=Capacity(1.0), batch_invariant=True)
