@@ -1,6 +1,6 @@
 """`python -m benchmarks report`: tables and plots, made from the CSV.
 
-The README, docs/speed.md and docs/skew.md get blocks between markers; benchmarks/figures gets all.
+The README and docs/speed.md, skew.md and rl.md get blocks between markers; benchmarks/figures gets all.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from .tables import BEGIN, END, Damaged, newest, reading, replaced, rows_of
 
 CSV = pathlib.Path("benchmarks/results/layer.csv")
 FIGURES = pathlib.Path("benchmarks", "figures")
-SPEED, SKEW = pathlib.Path("docs", "speed.md"), pathlib.Path("docs", "skew.md")
+SPEED, SKEW, RL = (pathlib.Path("docs", name) for name in ("speed.md", "skew.md", "rl.md"))
 SHARED = "parallel.csv"
 BLOCKS = "map", "table", "slower", "answer"  # of docs/speed.md
 MORE = """Your model on your GPU: [speed](docs/speed.md). Other shapes, other code, other products:
@@ -70,6 +70,7 @@ def documents(source: pathlib.Path, document: pathlib.Path) -> dict[pathlib.Path
             texts[document.parent / FIGURES / name] = page
         blocks = {SPEED: dict(zip(BLOCKS, answers(rows, folder), strict=True))}
         blocks[SKEW] = {"skew": skew.block(folder / SHARED, ".")}
+        blocks[RL] = {"price": speed.price(folder / speed.TRIALS)}
         for path in filter(pathlib.Path.exists, (document.parent / page for page in blocks)):
             text = read_text(path)
             for name, part in blocks[path.relative_to(document.parent)].items():

@@ -24,7 +24,7 @@ from .tables import (
     written,
 )
 
-MODELS, WHOLE = "models.csv", "whole_model.csv"
+MODELS, WHOLE, TRIALS = "models.csv", "whole_model.csv", "trials.csv"
 BASELINE = "Hugging Face's grouped_mm"
 HEAD = (
     "tokens/s",
@@ -316,3 +316,17 @@ def sizes(row: dict) -> str:
     return "T, H, I, E, k = " + ", ".join(
         row[s] for s in ("tokens", "hidden", "intermediate", "experts", "top_k")
     )
+
+
+def price(source: pathlib.Path) -> str:
+    """The table of docs/rl.md: how much longer a layer takes with batch invariance, for each shape."""
+    kinds = {kind: f"layer in a CUDA graph, {kind}, ms" for kind in ("inference", "step")}
+    rows = [row for row in rows_of(source) if row["kernel"] in kinds.values()]
+    if not rows:
+        return ""
+    found = [["layer", *(f"{kind}, % longer" for kind in kinds)]]
+    for shape, part in grouped(rows, lambda row: row["shape"]):
+        ms = {(row["kernel"], row["variant"]): float(row["value"]) for row in part}
+        pairs = ((ms[name, "batch invariant"], ms[name, "as it comes"]) for name in kinds.values())
+        found.append([shape.replace(",", ", "), *(f"{100 * (a / b - 1):.1f}" for a, b in pairs)])
+    return f"{rows[-1]['device']}, {rows[-1]['dtype']} ({versions(rows)}):\n\n{markdown(found)}"

@@ -126,7 +126,7 @@ def refused(tmp_path):
 
 def test_the_documents_hold_the_figures_of_the_csv():
     documents = report.documents(ROOT / report.CSV, ROOT / "README.md")
-    written = {ROOT / name for name in ("README.md", report.SPEED, report.SKEW)}
+    written = {ROOT / name for name in ("README.md", report.SPEED, report.SKEW, report.RL)}
     assert written | {*(ROOT / report.FIGURES).iterdir()} == documents.keys()
     for path, text in documents.items():
         assert path.read_text() == text, "run `python -m benchmarks report`"
