@@ -417,8 +417,9 @@ def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> 
     E products a token instead of k rows gathered.  Products of 16 bits are exact, and their sums float32.
     """
     expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
-    dout, bias = (dout, bias) if dout.dtype == bias.dtype else (wide(dout), wide(bias))
-    dots = product_inside(dout, bias.T, sum_dtype(dout))
+    dtype = sum_dtype(dout)
+    dout, bias = (dout, bias) if dout.dtype == bias.dtype else (dout.to(dtype), bias.to(dtype))
+    dots = product_inside(dout, bias.T, dtype)
     return dots.gather(1, expert).masked_fill(rank < 0, 0)
 
 

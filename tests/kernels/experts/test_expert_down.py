@@ -171,6 +171,18 @@ def test_who_saved_z_besides_is_told(device):
         squares.backward()
 
 
+@pytest.mark.parametrize("biases", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_biases_of_another_dtype(device, dtype, biases):
+    i, dout = inputs(device)
+    want = gradients(ExpertInputs(*map(to_double, i)), dout.double())
+    tensors = [t.to(biases if n in (2, 4) else dtype) for n, t in enumerate(i[:6])]
+    got = gradients(ExpertInputs(*tensors, *i[6:]), dout.to(dtype))
+    for given, a, b in zip(tensors, got, want, strict=True):
+        assert a.dtype == given.dtype
+        torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="of the GPU's allocator")
 @pytest.mark.parametrize("kept", [False, True])
