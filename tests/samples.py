@@ -200,6 +200,7 @@ SAMPLES = {
         d.dtype,
     ),
     "group_sum": lambda d: (d(R, N), SIZES, ORDER, 1, d.positive(R)),
+    "inner_gemm": lambda d: (d(1, T, H), d(1, H, N), None, None, "", 1.0, 0.0, None, False),
     "keep_route": lambda d: (USES[0].number, IDS, d(T, K), E),
     "lend_rows": lambda d: (torch.tensor([[90, 5, 2], [80, 0, 9]]), 2, 2, 8, 8),
     "mask_bias": lambda d: (torch.arange(40).view(2, 1, 4, 5) % 3 > 0, d.dtype),

@@ -21,7 +21,7 @@ from ..kernels.base.check import (
     packed,
 )
 from ..kernels.base.gemm_row import GemmInputs
-from ..kernels.dense.gemm import product_inside, tier_inside
+from ..kernels.dense.gemm import product_inside
 from ..kernels.rows.route import choose_experts, decide
 from ..kernels.rows.topk import topk
 from ..op import define_op, fill, gradients, is_unwatched, no_autocast, saved_tensors
@@ -184,8 +184,7 @@ def fill_logits(out: Tensor, i: LogitsInputs) -> None:
         same = accumulates(i.x, i.weight)
         x, w = (i.x, i.weight) if same else (i.x.to(out.dtype), i.weight.to(out.dtype))
         inputs = GemmInputs(x[None], w.T[None], i.bias, None, "", 1.0, 0.0, out.dtype, False)
-        with tier_inside():
-            return fill("gemm", (out[None], out.new_empty(0)), inputs)
+        return fill("inner_gemm", (out[None], out.new_empty(0)), inputs)
     if accumulates(i.x, i.weight):
         x, w = packed(i.x, i.weight.T)
         torch.mm(x, w, out_dtype=out.dtype, out=out)

@@ -24,6 +24,7 @@ from moe_aiter import (
     TokenRounding,
     TopP,
     make_plan,
+    op,
     patch_linear,
     quantize,
     route,
@@ -292,6 +293,17 @@ def test_a_graph_has_the_answer_of_its_layer(switch):
         assert all(torch.equal(a, b[:size]) for a, b in zip(few, whole, strict=True))
     torch.compile(moe, fullgraph=True, backend=keep)(inputs[0])
     assert TWIN in graphs[0] and batch_invariant() == switch
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_forced_tier_has_the_products_of_the_router(monkeypatch, compiled):
+    moe, inputs = small_moe(bias=True), tokens(torch.float32, 9)
+    want = step(moe)(*(t.clone() for t in inputs))
+    torch._dynamo.reset()
+    forward = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe
+    monkeypatch.setattr(op._forced, "default", ("host", "MOE_AITER_BACKEND"))
+    got = step(forward)(*inputs)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.full

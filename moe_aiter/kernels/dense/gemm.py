@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import tuning
 from ...config import interpret
 from ...invariance import batch_invariant, summing_tokens
-from ...op import binds, copy_into, define_op, forced, gradients, takes, use
+from ...op import binds, copy_into, define_op, gradients, takes
 from ...private_api import addmm_activation
 from ...switches import MATMUL, float32_precision
 from .. import hopper
@@ -322,15 +322,16 @@ gemm_op = define_op(
 )  # fmt: skip
 
 
-def tier_inside() -> contextlib.AbstractContextManager:
-    """A block for a product inside another op: where Hopper is forced, whose kernel takes few, Triton."""
-    return use("triton") if forced() == "hopper" else contextlib.nullcontext()
+# the same inside another op: any tier that may be forced has it, Hopper's by Triton's kernel
+inner_gemm_op = define_op(
+    "inner_gemm", GemmInputs, outputs=2, new=new_gemm, host=fill_gemm, torch=fill_gemm, triton=bind_gemm,
+    backward=backward_gemm, save=save_gemm,
+)  # fmt: skip
 
 
 def product_inside(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x @ w of matrices inside another op."""
-    with tier_inside():
-        return gemm_op(x[None], w[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
+    return inner_gemm_op(x[None], w[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
 
 
 # public
