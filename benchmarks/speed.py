@@ -319,14 +319,25 @@ def sizes(row: dict) -> str:
 
 
 def price(source: pathlib.Path) -> str:
-    """The table of docs/rl.md: how much longer a layer takes with batch invariance, for each shape."""
+    """The tables of docs/rl.md: how much longer a layer takes with batch invariance.
+
+    There is one for each device and dtype, of the last run of each shape that measured all.
+    """
     kinds = {kind: f"layer in a CUDA graph, {kind}, ms" for kind in ("inference", "step")}
-    rows = [row for row in rows_of(source) if row["kernel"] in kinds.values()]
-    if not rows:
-        return ""
+    tables: dict[tuple, dict[str, list[dict]]] = {}
+    with reading(source):
+        rows = [row for row in rows_of(source) if row["kernel"] in kinds.values()]
+        for where, part in grouped(rows, lambda r: (r["device"], r["dtype"], r["shape"], *run_of(r))):
+            if len({(row["kernel"], row["variant"]) for row in part}) == 2 * len(kinds):
+                tables.setdefault(where[:2], {})[where[2]] = part
+        return "\n".join(price_table(*where, runs, kinds) for where, runs in tables.items())
+
+
+def price_table(device: str, dtype: str, runs: dict[str, list[dict]], kinds: dict[str, str]) -> str:
     found = [["layer", *(f"{kind}, % longer" for kind in kinds)]]
-    for shape, part in grouped(rows, lambda row: row["shape"]):
-        ms = {(row["kernel"], row["variant"]): float(row["value"]) for row in part}
+    for shape, run in runs.items():
+        ms = {(row["kernel"], row["variant"]): float(row["value"]) for row in run}
         pairs = ((ms[name, "batch invariant"], ms[name, "as it comes"]) for name in kinds.values())
         found.append([shape.replace(",", ", "), *(f"{100 * (a / b - 1):.1f}" for a, b in pairs)])
-    return f"{rows[-1]['device']}, {rows[-1]['dtype']} ({versions(rows)}):\n\n{markdown(found)}"
+    measured = versions([row for run in runs.values() for row in run])
+    return f"{device}, {dtype} ({measured}):\n\n{markdown(found)}"

@@ -1,5 +1,9 @@
 """docs/speed.md: which runs its table and its sentences take."""
 
+import csv
+
+import pytest
+
 from benchmarks import speed, tables
 from benchmarks.speed import FP8, GRAPH, HF_LAYER, LAYER
 from moe_aiter.bench import layer, measure
@@ -137,3 +141,47 @@ def test_a_wide_table_becomes_several():
         f"| name | a |\n| --- | --- |\n| x | {40 * 'a'} |\n\n"
         f"| name | b |\n| --- | --- |\n| x | {40 * 'b'} |\n| y | 1 |\n"
     )
+
+
+def price_rows(shape="A", device="H200", commit="one", dtype="bfloat16", kinds=("inference", "step")):
+    """A run that took a tenth longer with batch invariance."""
+    where = {"date": "2026-12-01", "commit": commit, "device": device, "torch": "2", "triton": "3"}
+    for kind in kinds:
+        what = {"dtype": dtype, "shape": shape, "kernel": f"layer in a CUDA graph, {kind}, ms"}
+        yield where | what | {"variant": "as it comes", "value": 10}
+        yield where | what | {"variant": "batch invariant", "value": 11}
+
+
+def price_of(folder, *runs):
+    source = folder / speed.TRIALS
+    rows = [row for run in runs for row in run]
+    with open(source, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return speed.price(source)
+
+
+def test_a_price_is_of_one_run(tmp_path):
+    first = list(price_rows())
+    (line,) = price_of(tmp_path, first).splitlines()[4:]
+    assert line == "| A | 10.0 | 10.0 |"
+    half = [row | {"value": 99} for row in price_rows(commit="two", kinds=["step"])]
+    assert price_of(tmp_path, first, half) == price_of(tmp_path, first)
+    assert price_of(tmp_path, half) == ""
+    newer = list(price_rows(commit="two"))
+    newer[-1] |= {"value": 12}
+    assert "| A | 10.0 | 20.0 |" in (text := price_of(tmp_path, first, newer)) and "one" not in text
+
+
+def test_a_price_is_of_one_device_and_dtype(tmp_path):
+    others = price_rows(device="H100"), price_rows(dtype="float16")
+    text = price_of(tmp_path, price_rows(), price_rows("8,2,2,4,1"), *others)
+    heads = [line.partition(" (")[0] for line in text.splitlines() if "commit" in line]
+    assert heads == ["H200, bfloat16", "H100, bfloat16", "H200, float16"]
+    assert text.count("| A | 10.0 | 10.0 |") == 3 and text.count("| 8, 2, 2, 4, 1 | 10.0 | 10.0 |") == 1
+
+
+def test_a_damaged_price_names_its_file(tmp_path):
+    with pytest.raises(tables.Damaged, match=speed.TRIALS):
+        price_of(tmp_path, [row | {"value": "x"} for row in price_rows()])
