@@ -140,7 +140,7 @@ class MoE(nn.Module):
         if capacity is not None and choice is not None and not choice.takes_capacity:
             raise ValueError(f"capacity is given, but {choice} decides how many tokens an expert has")
         self.capacity, self.zero_compute, self.aux_losses = capacity, zero_compute, AuxLosses()
-        self.set_batch_invariant(batch_invariant, choice, jitter)
+        self.set_batch_invariant(batch_invariant, choice)
         self.num_routed = num_experts + (0 if zero_compute is None else zero_compute.count)
         self.router = Router(hidden, self.num_routed, top_k, bias=bias, **scoring, **where)
         self.to_latent, self.from_latent = new_latent(hidden, latent, where)
@@ -149,14 +149,12 @@ class MoE(nn.Module):
         self.set_dense_gradient(dense_router_gradient)
         self.set_counts(bool(selection_bias or global_balance_coef), quantile_bins, device)
 
-    def set_batch_invariant(self, on: bool, choice: Choice | None, jitter: float) -> None:
+    def set_batch_invariant(self, on: bool, choice: Choice | None) -> None:
         self.batch_invariant = on
         with invariant(on):
             self.check_by_token()
             if choice is not None:
                 choice.check_by_token()
-            if jitter:
-                refuse_batch(f"jitter is {jitter}, which is random noise")
 
     def check_by_token(self) -> None:
         if self.capacity is not None:
