@@ -27,6 +27,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     because the number of keys decides the order of the sums.  torch's own attention is not batch invariant:
     it sums in another order for one query than for many.
     """
+    assert k.shape[2] <= length  # the pad would cut keys off
     places = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
     k, v = (F.pad(t, (0, 0, 0, length - t.shape[2])) for t in (k, v))
     later = torch.arange(length, device=q.device) > places[:, None]

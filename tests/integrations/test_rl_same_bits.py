@@ -98,6 +98,13 @@ def decode(model, tokens):
     return of_tokens(torch.cat(logits, 1), tokens)
 
 
+def test_attention_refuses_more_keys_than_it_pads_to():
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    assert attention(q, k, v, 8).shape == q.shape
+    with pytest.raises(AssertionError):
+        attention(q, k, v, 7)
+
+
 @dtypes
 @kinds
 def test_engine(kind, dtype, device):
