@@ -20,7 +20,7 @@ from ..kernels.base.check import (
     linear,
 )
 from ..kernels.base.fixed_rows import each_number
-from ..kernels.dense.gemm import gemm
+from ..kernels.dense.gemm import multiply_linear
 from ..kernels.experts.fp8 import QuantizedTokens
 from ..kernels.experts.glu import glu
 from ..kernels.experts.mlp import mix_experts
@@ -260,11 +260,6 @@ class ByGemm(TorchFunctionMode):
         plain = all(type(t) in (Tensor, nn.Parameter, type(None)) for t in (*args, *kwargs.values()))
         multiply = multiply_linear if func is LINEAR and plain else func
         return multiply(*args, **kwargs)
-
-
-def multiply_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Do as F.linear by `gemm`: (..., K) -> (..., N)."""
-    return gemm(input, weight.mT, bias)
 
 
 def ids_for(module: nn.Module, adapter_ids: Tensor | None) -> tuple[Tensor, ...]:

@@ -24,11 +24,11 @@ from ..kernels.base.check import (
     renamed,
 )
 from ..kernels.base.shuffle import LAYOUT, check_shuffle, shuffle_weight, unshuffle_weight
+from ..kernels.dense.gemm import multiply_linear
 from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, tuned_gemm
 from ..private_api import LINEAR, own_buffers, own_parameters, version_of
 from ..tuning.aiter_csv import GemmKey, find_tuned, this_device
 from ..tuning.choice import measured
-from .experts import multiply_linear
 
 HALVES = (torch.bfloat16, torch.float16)
 BUFFER = "_preshuffled_weight"

@@ -25,6 +25,7 @@ from ..kernels.base.check import (
     checked,
     refuse_gradient,
 )
+from ..kernels.dense.gemm import multiply_linear
 from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import mix_experts
@@ -34,7 +35,7 @@ from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves
 from ..routing.plan import RoutePlan, make_plan
 from .attached import Attachment
-from .experts import Experts, WithOptions, multiply_linear
+from .experts import Experts, WithOptions
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
 from .lora import LoRAExperts, LoRALinear

@@ -297,7 +297,7 @@ def test_a_graph_has_the_answer_of_its_layer(switch):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_forced_tier_has_the_products_of_the_router(monkeypatch, compiled):
-    moe, inputs = small_moe(bias=True), tokens(torch.float32, 9)
+    moe, inputs = small_moe(bias=True, latent=24, shared_intermediate=24), tokens(torch.float32, 9)
     want = step(moe)(*(t.clone() for t in inputs))
     torch._dynamo.reset()
     forward = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe

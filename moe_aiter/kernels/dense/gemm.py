@@ -294,25 +294,32 @@ def save_gemm(ctx, i: GemmInputs, output):
     bias_and_c = (i.bias, i.c) if i.activation else (None, None)
     ctx.save_for_backward(i.x, i.w, *bias_and_c, out if i.activation == "relu" else z)
     ctx.rest = i.activation, i.alpha, i.beta, *(None if t is None else t.dtype for t in (i.bias, i.c))
+    ctx.product = gemm_op
+
+
+def save_inner_gemm(ctx, i: GemmInputs, output):
+    save_gemm(ctx, i, output)
+    ctx.product = inner_gemm_op
 
 
 def backward_gemm(ctx, dout, _):
     x, w, bias, c, saved = ctx.saved_tensors
     activation, alpha, beta, bias_dtype, c_dtype = ctx.rest
+    product = ctx.product
     needs = GemmInputs(*ctx.needs_input_grad)
     dx = dw = dbias = dc = None
     if dout is not None:
         dz = dout
         if activation:
             if torch.is_grad_enabled() and activation != "relu":  # z has no gradient of its own
-                saved, _ = gemm_op(x, w, bias, c, "", alpha, beta, dout.dtype, False)
+                saved, _ = product(x, w, bias, c, "", alpha, beta, dout.dtype, False)
             dz = each_number(partial(activation_gradient, activation=activation), dout, saved)
         dc = (beta * dz).to(c_dtype) if needs.c else None
         dbias = dz.sum((0, 1), dtype=sum_dtype(dz)).to(bias_dtype) if needs.bias else None
         dz = dz.to(x.dtype)
-        dx = gemm_op(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if needs.x else None
+        dx = product(dz, w.mT, None, None, "", alpha, 0.0, None, False)[0] if needs.x else None
         with summing_tokens():
-            dw = gemm_op(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if needs.w else None
+            dw = product(x.mT, dz, None, None, "", alpha, 0.0, None, False)[0] if needs.w else None
     return gradients(GemmInputs, x=dx, w=dw, bias=dbias, c=dc)
 
 
@@ -322,16 +329,23 @@ gemm_op = define_op(
 )  # fmt: skip
 
 
-# the same inside another op: any tier that may be forced has it, Hopper's by Triton's kernel
+# the same inside other ops and in place of F.linear: each forced tier has it, Hopper's by Triton's kernel
 inner_gemm_op = define_op(
     "inner_gemm", GemmInputs, outputs=2, new=new_gemm, host=fill_gemm, torch=fill_gemm, triton=bind_gemm,
-    backward=backward_gemm, save=save_gemm,
+    backward=backward_gemm, save=save_inner_gemm,
 )  # fmt: skip
 
 
 def product_inside(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x @ w of matrices inside another op."""
     return inner_gemm_op(x[None], w[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
+
+
+def multiply_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do as F.linear by a product here: (..., K) -> (..., N)."""
+    x, w, bias = cast_as_linear(input, weight.mT, bias)
+    x3, w3, shape = as_batches(x, w)
+    return inner_gemm_op(x3, w3, bias, None, "", 1.0, 0.0, None, False)[0].view(shape)
 
 
 # public
