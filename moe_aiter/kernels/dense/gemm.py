@@ -294,18 +294,20 @@ def save_gemm(ctx, i: GemmInputs, output):
     bias_and_c = (i.bias, i.c) if i.activation else (None, None)
     ctx.save_for_backward(i.x, i.w, *bias_and_c, out if i.activation == "relu" else z)
     ctx.rest = i.activation, i.alpha, i.beta, *(None if t is None else t.dtype for t in (i.bias, i.c))
-    ctx.product = gemm_op
-
-
-def save_inner_gemm(ctx, i: GemmInputs, output):
-    save_gemm(ctx, i, output)
-    ctx.product = inner_gemm_op
 
 
 def backward_gemm(ctx, dout, _):
+    return gradients_by(gemm_op, ctx, dout)
+
+
+def backward_inner_gemm(ctx, dout, _):
+    return gradients_by(inner_gemm_op, ctx, dout)
+
+
+def gradients_by(product: Callable, ctx, dout):
+    """Return the gradients of a product, whose own products are of the op `product`."""
     x, w, bias, c, saved = ctx.saved_tensors
     activation, alpha, beta, bias_dtype, c_dtype = ctx.rest
-    product = ctx.product
     needs = GemmInputs(*ctx.needs_input_grad)
     dx = dw = dbias = dc = None
     if dout is not None:
@@ -332,7 +334,7 @@ gemm_op = define_op(
 # the same inside other ops and in place of F.linear: each forced tier has it, Hopper's by Triton's kernel
 inner_gemm_op = define_op(
     "inner_gemm", GemmInputs, outputs=2, new=new_gemm, host=fill_gemm, torch=fill_gemm, triton=bind_gemm,
-    backward=backward_gemm, save=save_inner_gemm,
+    backward=backward_inner_gemm, save=save_gemm,
 )  # fmt: skip
 
 
