@@ -166,9 +166,9 @@ def split_plan(plan: RoutePlan, experts: int) -> tuple[RoutePlan, tuple[Tensor, 
     The segments are their lengths and their pairs of factors, -1 for none.  Another plan has none.
     """
     lens = plan.group_sizes
-    groups = lens.shape[0] // experts
-    if groups == 1:
+    if lens.shape[0] == experts:
         return plan, None
+    groups = lens.shape[0] // experts
     pairs = torch.arange(experts * (groups - 1), dtype=lens.dtype, device=lens.device).view(experts, -1)
     numbers = F.pad(pairs, (0, 1), value=-1).flatten()
     sizes = lens.view(experts, groups).sum(1, dtype=lens.dtype)

@@ -77,7 +77,7 @@ class LoRAFactors(nn.Module):
         super().__init__()
         if hasattr(weight, "placements"):
             raise ValueError("the weight is sharded: make the adapters first, and shard the layer with them")
-        check_sizes(num_adapters=count)
+        check_sizes(num_adapters=adapters)
         for name, chance in (("dropout", dropout), ("rank_dropout", rank_dropout)):
             if not 0 <= chance < 1:
                 raise ValueError(f"{name} must be at least 0 and less than 1, not {chance}")
@@ -116,7 +116,7 @@ class LoRAFactors(nn.Module):
 
     def reset_parameters(self, weight: Tensor | FourBit) -> None:
         """Begin anew, with no effect on a layer of this weight, (out, in) or (count, out, in)."""
-        bound = self.A.shape[-1] ** -0.5
+        bound = max(self.A.shape[-1], 1) ** -0.5
         nn.init.uniform_(self.A, -bound, bound)
         nn.init.zeros_(self.B)
         if self.scales is not None:
@@ -304,7 +304,7 @@ def one_each(name: str, value: Any, adapters: int) -> tuple[Any, ...]:
 def row_norms(weight: Tensor | FourBit) -> Tensor:
     if isinstance(weight, FourBit):
         plain = weight.plain()
-        return torch.stack([row_norms(plain[e]) for e in range(weight.shape[0])])
+        return torch.cat([row_norms(plain[e : e + 1]) for e in range(max(weight.shape[0], 1))])
     norms: Tensor = torch.linalg.vector_norm(weight, dim=-1, dtype=sum_dtype(weight))
     return norms
 
@@ -374,7 +374,7 @@ class LoRALinear(nn.Module):
         check_float(x=x)
         if not is_hooked(self.base):
             check_device(x=x, weight=self.base.weight)
-        rows = x.reshape(-1, in_features)  # (R, in)
+        rows = x.reshape(x.shape[:-1].numel(), in_features)  # (R, in)
         if self.original is not None and adapter_ids is not None:
             raise ValueError("an adapter is merged into the weight: adapter_ids cannot choose another")
         if self.original is not None:

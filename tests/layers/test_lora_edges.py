@@ -20,6 +20,18 @@ def test_no_rows(kind, shape):
     assert not x.grad.numel() and not layer.lora.A.grad.any()
 
 
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"num_adapters": 2}], ids=str)
+@pytest.mark.parametrize("inner, out", [(0, 10), (H, 0), (0, 0)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")  # torch's, of nn.Linear
+def test_no_columns(inner, out, options):
+    base = nn.Linear(inner, out)
+    layer, x = LoRALinear(base, rank=2, **options), torch.zeros(2, 4, inner, requires_grad=True)
+    got = layer(x, torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(got, base(x))
+    got.sum().backward()
+    assert not layer.lora.B.grad.any() and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("shape", [(), (4, H + 1), (4, 2 * H)])
 def test_another_width_is_named(shape):
     with pytest.raises(ValueError, match=rf"the layer needs \(\.\.\., in={H}\)"):
