@@ -192,7 +192,7 @@ def from_bitsandbytes(state: Mapping[str, Tensor], prefix: str, shape: tuple[int
         nested = state[f"{prefix}.nested_absmax"]
         offset = nested.new_full((E,), how["nested_offset"])
         table = torch.cat([table, state[f"{prefix}.nested_quant_map"]])
-    packed, scales = packed.view(torch.uint8).view(E, N, K // 2), scales.view(E, N, -1)
+    packed, scales = packed.view(torch.uint8).view(E, N, K // 2), scales.view(E, N, K // sizes[0])
     return FourBitWeight(FourBit(packed, scales, nested, offset, table, "nf4", getattr(torch, how["dtype"])))
 
 
@@ -205,7 +205,7 @@ def to_bitsandbytes(weight: FourBitWeight, prefix: str) -> dict[str, Tensor]:
     how |= {"dtype": str(w.dtype).removeprefix("torch."), "shape": list(w.shape)}
     parts = {"": w.packed.reshape(-1, 1), ".absmax": w.scales.flatten(), ".quant_map": w.table[:16]}
     if w.nested is not None and w.offset is not None:
-        offsets = w.offset.unique().tolist()
+        offsets = w.offset.unique().tolist() or [0.0]
         if len(offsets) > 1:
             raise ValueError(f"{prefix} has {len(offsets)} offsets, for which bitsandbytes has one place")
         how |= {"nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": offsets[0]}
@@ -323,8 +323,7 @@ def from_gptq(
             f"qzeros holds {SYMMETRIC - GPTQ_ZEROS[other]} alone, which is the zero point {SYMMETRIC} of a "
             f"symmetric weight in {other!r}, not in {checkpoint_format!r}: give checkpoint_format={other!r}"
         )
-    packed = qweight.T.contiguous().view(torch.uint8)
-    return int4_layer(packed, stored + less & 15, scales, dtype)
+    return int4_layer(as_bytes(qweight.T), stored + less & 15, scales, dtype)
 
 
 def check_int32(**tensors: tuple[Tensor, tuple[int, int]]) -> None:
@@ -337,7 +336,12 @@ def check_int32(**tensors: tuple[Tensor, tuple[int, int]]) -> None:
 
 def eight_codes(t: Tensor) -> Tensor:
     """(rows, columns) int32 -> (rows, 8 * columns): each number's 8 codes, lowest bits first."""
-    return unpacked(t.contiguous().view(torch.uint8), "int4")
+    return unpacked(as_bytes(t), "int4")
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    # `contiguous` leaves strides that say nothing as they are, which a view as bytes refuses
+    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def int4_layer(packed: Tensor, zeros: Tensor, scales: Tensor, dtype: torch.dtype | None) -> FourBitWeight:

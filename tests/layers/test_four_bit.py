@@ -16,6 +16,7 @@ from moe_aiter import (
     LoRAExperts,
     MoE,
     Monitor,
+    RoutePlan,
     make_plan,
     quantization_report,
     quantize,
@@ -274,6 +275,56 @@ def test_quantising_needs_little_more_than_the_result(format):
     with Peak() as peak:
         packed = quantized(weight, format).packed
     assert packed.nbytes <= peak.now() and peak.most < weight.nbytes + 4 * packed.nbytes
+
+
+@formats
+@pytest.mark.parametrize("shape", [(0, 64, 128), (3, 0, 128), (3, 64, 0), (0, 0, 0)], ids=str)
+def test_a_weight_without_numbers(format, shape):
+    for device in ("cpu", "meta"):
+        weight = FourBitWeight(quantized(torch.empty(shape, device=device), format))
+        assert tuple(weight.dequantize().shape) == shape
+        assert lora.row_norms(weight.weight()).shape == shape[:2]
+        weight.shard(lambda t: t)  # float32 scales
+        assert tuple(weight.dequantize().shape) == shape
+    if format == "nf4":
+        weight = FourBitWeight(quantized(torch.empty(shape), format))
+        state = to_bitsandbytes(weight, "w")
+        assert json.loads(bytes(state[f"w.{STATE}"].tolist()))["nested_offset"] == 0
+        assert from_bitsandbytes(state, "w", shape).state_dict().keys() == weight.state_dict().keys()
+
+
+def test_weights_of_others_without_numbers():
+    for E, N, K in ((0, 128, 128), (2, 0, 128), (2, 128, 0)):
+        eight = from_fp8(torch.empty(E, N, K).to(torch.float8_e4m3fn), torch.ones(E, N // 128, K // 128))
+        blocks, scales = (torch.empty(E, N, K // 32, *s, dtype=torch.uint8) for s in ((16,), ()))
+        for weight in (eight, from_mxfp4(blocks, scales)):
+            assert tuple(weight.dequantize().shape) == (E, N, K)
+    of = lambda *sizes: torch.zeros(*sizes, dtype=torch.int32)  # noqa: E731
+    for N, K in ((0, 128), (8, 0)):
+        zeros, scales = of(K // 128, N // 8), torch.zeros(K // 128, N, dtype=torch.float16)
+        for weight in (from_gptq(of(K // 8, N), zeros, scales), from_awq(of(K, N // 8), zeros, scales)):
+            assert tuple(weight.dequantize().shape) == (1, N, K)
+
+
+@pytest.mark.parametrize("format", [None, "int8", "bf16", *FORMATS])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_stack_without_experts_adds_nothing(format, adapted):
+    """As the part of a rank may be, and as products of no groups do."""
+    experts = Experts(1, SIZE, SIZE, bias=True)
+    for name, p in experts.named_parameters():
+        setattr(experts, name, nn.Parameter(p.detach()[:0]))
+    experts.num_experts = 0
+    layer = quantize(experts, format) if format else experts
+    none = torch.full((T, 2), -1, dtype=torch.int32)
+    inputs = [torch.randn(T, SIZE), torch.rand(T, 2), RoutePlan(none.flatten(), none, none[:0, 0])]
+    if adapted and format in (None, *FORMATS):
+        layer = LoRAExperts(layer, rank=2, dora=True)
+        inputs[0].requires_grad_()
+    out = layer(*inputs)
+    assert out.shape == (T, SIZE) and not out.any()
+    if inputs[0].requires_grad:
+        out.sum().backward()
+        assert not inputs[0].grad.any()
 
 
 def test_the_original_stays_and_its_weights_are_not_copied():

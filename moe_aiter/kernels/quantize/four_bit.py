@@ -122,7 +122,7 @@ class FourBit:
     def dequantize(self) -> Tensor:
         """Return the weight (E, N, K), whole, in its dtype."""
         plain = self.plain()
-        return torch.stack([plain[e] for e in range(len(self.packed))])
+        return torch.cat([plain[e : e + 1] for e in range(max(len(self.packed), 1))])
 
 
 # from codes to numbers
@@ -302,13 +302,14 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
         raise ValueError("w holds NaN or infinity, or what float32 cannot hold, which have no 4 bits")
     quantize = {"nf4": nf4_block, "mxfp4": mxfp4_block, "int4": int4_block}[format]
 
-    def in_codes(expert: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        codes, scale, zero = quantize(expert.contiguous().float().unflatten(-1, (-1, block)))
+    def in_codes(experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, scale, zero = quantize(experts.contiguous().float().unflatten(-1, (-1, block)))
         return packed_codes(codes.flatten(-2), format), scale, zero
 
-    packed, scales, zeros = zip(*map(in_codes, w.detach().unbind()), strict=True)
-    packed, scales, nested, table = torch.stack(packed), torch.stack(scales), None, None
-    offset = None if zeros[0] is None else torch.stack(zeros)
+    # one part for each expert, and one without any where there is none
+    packed, scales, zeros = zip(*map(in_codes, w.detach().split(1)), strict=True)
+    packed, scales, nested, table = torch.cat(packed), torch.cat(scales), None, None
+    offset = None if zeros[0] is None else torch.cat(zeros)
     if format == "nf4":
         table = torch.tensor(CODES["nf4"], device=w.device)
         if double:
@@ -361,7 +362,8 @@ def int4_block(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def double_quantized(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(E, N, blocks) float32 -> 8-bit numbers, `nested`, `offset` and the table of the 8 bits."""
-    offset, table = absmax.mean(), absmax_table(absmax.device)
+    table = absmax_table(absmax.device)
+    offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())
     rest = (absmax - offset).flatten()
     groups = torch.nn.functional.pad(rest, (0, -len(rest) % NESTED)).view(-1, NESTED)
     nested = groups.abs().amax(1)
