@@ -144,6 +144,8 @@ def check_inputs(
     for name, x in (("input", input), ("expert_ids", expert_ids)):
         check_tensor(name, x)
     check_shape("weights", weights, "E", "K", "N")
+    if not weights.shape[0]:
+        raise ValueError(f"weights must be of at least 1 expert, but it has shape {tuple(weights.shape)}")
     if input.dim() not in (2, 3):
         raise ValueError(f"input must be (T, K) or (T, k, K), but it has shape {tuple(input.shape)}")
     check_index(expert_ids=expert_ids)

@@ -141,6 +141,7 @@ BAD = {
     "slots": (dict(input=torch.zeros(T, 2, K)), ValueError, r"input is \(T, k=2, K\) but expert_ids"),
     "inner": (dict(input=torch.zeros(T, 7)), ValueError, r"input is \(T, K=7\) but weights is \(E, K=12"),
     "axes": (dict(input=torch.zeros(T)), ValueError, r"input must be \(T, K\) or \(T, k, K\)"),
+    "no experts": (dict(weights=torch.zeros(0, K, N)), ValueError, "weights must be of at least 1 expert"),
     "reduce": (dict(reduce="mean"), ValueError, "reduce must be 'sum', 'none' or None, not 'mean'"),
     "ids": (dict(expert_ids=torch.zeros(T, 3)), TypeError, "expert_ids must be int32 or int64"),
     "weights": (dict(routing_weights=torch.zeros(T, 2)), ValueError, r"must be \(T, k\) = \(13, 3\)"),
