@@ -68,6 +68,13 @@ def test_a_full_disk_names_the_path_and_the_size(tmp_path, monkeypatch, capsys):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
+def test_one_number_of_any_stride_is_written(tmp_path):
+    """As a slice of every second row of a weight of two is."""
+    with open(tmp_path / "piece", "wb") as file:
+        assert files.write_piece(file, torch.tensor([[1.5], [2.5]])[::2][:, 0], lambda size: None) == 4
+    assert (tmp_path / "piece").read_bytes() == torch.tensor(1.5).numpy().tobytes()
+
+
 def test_every_fault_is_listed_at_once(tmp_path):
     save(tmp_path / "theirs", "mixtral")
     zero, one = MIXTRAL.format(0), MIXTRAL.format(1)

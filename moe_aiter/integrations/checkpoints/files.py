@@ -213,7 +213,9 @@ def write_shard(path: Path, outputs: list[NewTensor], advance: Callable[[int], N
 
 
 def write_piece(file, tensor: Tensor, advance: Callable[[int], None]) -> int:
-    file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    # one number may have any stride and is contiguous all the same
+    row = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    file.write(memoryview(row.view(torch.uint8).numpy()))
     advance(tensor.nbytes)
     return tensor.nbytes
 
