@@ -1,10 +1,13 @@
 """How close is close: no further from the truth than twice what plain torch is, in the same dtype."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_aiter.op import IMPLS, INPUTS, bound
 
@@ -118,3 +121,21 @@ def gather_and_release(model: torch.nn.Module) -> None:
         release()
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(lambda *_, release=release: release())
+
+
+class Peak(TorchDispatchMode):
+    """Notes the most bytes that the results of all operations had at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.results += [weakref.ref(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.most = max(self.most, self.now())
+        return out
+
+    def now(self):
+        live = [t.untyped_storage() for result in self.results if (t := result()) is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())

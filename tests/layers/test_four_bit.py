@@ -2,14 +2,12 @@
 
 import copy
 import json
-import weakref
 
 import pytest
 import torch
-from check import error
+from check import Peak, error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moe_aiter import (
     Experts,
@@ -249,24 +247,6 @@ class Copies(TorchDispatchMode):
         if func is torch.ops.aten.clone.default:
             self.sizes.add(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
-
-
-class Peak(TorchDispatchMode):
-    """Notes the most bytes that the results of all operations had at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.results, self.most = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.results += [weakref.ref(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.most = max(self.most, self.now())
-        return out
-
-    def now(self):
-        live = [t.untyped_storage() for result in self.results if (t := result()) is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in live}.values())
 
 
 @formats

@@ -215,6 +215,11 @@ def quantize_transposed_reference(i: QuantizeTransposedInputs) -> Tensor:
     return (wide(i.x) * (1 / i.scale)[..., None]).to(FORMATS[i.format]).mT.contiguous()
 
 
+def fill_transposed(out: Tensor, i: QuantizeTransposedInputs) -> None:
+    for o, x, scale in zip(out, i.x, i.scale, strict=True):  # float32 of one expert at a time
+        o.copy_(quantize_transposed_reference(i._replace(x=x, scale=scale)))
+
+
 def transpose_rows8_reference(i: TransposeRows8Inputs) -> Tensor:
     return i.x8.view(torch.uint8).mT.contiguous().view(i.x8.dtype)
 
@@ -326,7 +331,7 @@ def bind_transpose_rows8(i: TransposeRows8Inputs) -> Callable:
 
 quantize_transposed_op = define_op(
     "quantize_transposed", QuantizeTransposedInputs, new=new_quantize_transposed,
-    reference=quantize_transposed_reference, triton=bind_quantize_transposed,
+    reference=quantize_transposed_reference, triton=bind_quantize_transposed, torch=fill_transposed,
 )  # fmt: skip
 transpose_rows8_op = define_op(
     "transpose_rows8", TransposeRows8Inputs, new=new_transpose_rows8, reference=transpose_rows8_reference,

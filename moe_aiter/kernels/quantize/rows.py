@@ -15,8 +15,10 @@ floats, backward its columns.  The first quantises the rows and keeps the larges
 with these the second reads the columns once, tile by tile.  The results have the bits of `quantize_rows`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 OF_ROWS = {**FORMATS, "int8": torch.int8}
 LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
 ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
+PART = 2**18  # of x that torch quantises at a time: a CPU's cache holds them, as float32
 
 
 class QuantizeRowsInputs(NamedTuple):
@@ -78,6 +81,32 @@ def quantize_by_amax_reference(i: QuantizeByAmaxInputs) -> tuple[Tensor, Tensor]
 
 def quantize_rows_reference(i: QuantizeRowsInputs) -> tuple[Tensor, Tensor]:
     return quantize_by_amax_reference(QuantizeByAmaxInputs(i.x, amax_reference(i.x, -1), i.format))
+
+
+# quantize_rows: torch, in little memory
+
+
+def fill_by_parts(outs: tuple[Tensor, Tensor], i: Any, reference: Callable, rows: int = 1) -> None:
+    """Fill x8 and the scales, one for each block of `rows` rows, by `reference` of one part after another.
+
+    It works in float32, which of all of x takes several times the memory of x.
+    """
+    x8, scale = outs
+    for at, of in parts_of(i.x, rows):
+        part = i._replace(x=i.x[at])
+        part = part._replace(amax=i.amax[of]) if hasattr(i, "amax") else part
+        copy_into((x8[at], scale[of]), reference(part))
+
+
+def parts_of(x: Tensor, rows: int = 1) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield where some PART of x (M, K) or (G, M, K) lies, and where its blocks of `rows` rows do."""
+    (G, M, K), _ = as_groups(x)
+    groups = min(max(PART // max(M * K, 1), 1), max(G, 1))
+    blocks = max(PART // max(groups * rows * K, 1), 1)
+    for g, b in product(range(0, G, groups), range(0, cdiv(M, rows), blocks)):
+        of = slice(g, g + groups), slice(b, b + blocks)
+        at = of[0], slice(b * rows, (b + blocks) * rows)
+        yield at[3 - x.dim() :], of[3 - x.dim() :]
 
 
 # quantize_rows: kernel
@@ -237,7 +266,7 @@ def bind_quantize_rows(i: QuantizeRowsInputs | QuantizeByAmaxInputs) -> Callable
 
 quantize_rows_op = define_op(
     "quantize_rows", QuantizeRowsInputs, outputs=2, new=new_quantize_rows, reference=quantize_rows_reference,
-    triton=bind_quantize_rows,
+    triton=bind_quantize_rows, torch=partial(fill_by_parts, reference=quantize_rows_reference),
 )  # fmt: skip
 
 # quantize_rows: public
@@ -425,17 +454,26 @@ def bind_quantize_by_amax(i: QuantizeByAmaxInputs) -> Callable:
     return lambda outs, i: kernel(i.x, i.amax.contiguous(), *outs, *sizes)
 
 
+def fill_rows_and_amax(outs: tuple[Tensor, Tensor, Tensor], i: QuantizeRowsInputs) -> None:
+    fill_by_parts(outs[:2], i, quantize_rows_reference)
+    outs[2].zero_()
+    for at, _ in parts_of(i.x):
+        amax = outs[2][at[:-1]]
+        torch.maximum(amax, amax_reference(i.x[at], -2), out=amax)
+
+
 # both ways: op
 
 quantize_rows_and_amax_op = define_op(
     "quantize_rows_and_amax", QuantizeRowsInputs, outputs=3,
     new=lambda i: (*new_quantize_rows(i), i.x.new_empty(*i.x.shape[:-2], i.x.shape[-1], dtype=torch.float32)),
     reference=lambda i: (*quantize_rows_reference(i), amax_reference(i.x, -2)),
-    triton=bind_quantize_rows_and_amax,
+    triton=bind_quantize_rows_and_amax, torch=fill_rows_and_amax,
 )  # fmt: skip
 quantize_by_amax_op = define_op(
     "quantize_by_amax", QuantizeByAmaxInputs, outputs=2, new=new_quantize_by_amax,
     reference=quantize_by_amax_reference, triton=bind_quantize_by_amax,
+    torch=partial(fill_by_parts, reference=quantize_by_amax_reference),
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from .rows import (
     as_groups,
     dequantize_rows,
     dtype_of,
+    fill_by_parts,
     limits,
     magnitude,
     new_quantize_rows,
@@ -56,6 +57,10 @@ def quantize_blocks_reference(i: QuantizeBlocksInputs) -> tuple[Tensor, Tensor]:
     x8, scale = quantize_rows_reference(QuantizeRowsInputs(blocks, i.format))
     x8 = x8.unflatten(-1, (rows, ROW_BLOCK)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return x8[..., :M, :K].contiguous(), scale
+
+
+def fill_blocks(outs: tuple[Tensor, Tensor], i: QuantizeBlocksInputs) -> None:
+    fill_by_parts(outs, i, quantize_blocks_reference, ROW_BLOCK if i.square else 1)
 
 
 # kernel
@@ -126,7 +131,7 @@ def bind_quantize_blocks(i: QuantizeBlocksInputs) -> Callable:
 
 quantize_blocks_op = define_op(
     "quantize_blocks", QuantizeBlocksInputs, outputs=2, new=new_quantize_blocks,
-    reference=quantize_blocks_reference, triton=bind_quantize_blocks,
+    reference=quantize_blocks_reference, triton=bind_quantize_blocks, torch=fill_blocks,
 )  # fmt: skip
 
 # public

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from check import launcher
+from check import Peak, as_tuple, launcher
 
 from moe_aiter.config import interpret
 from moe_aiter.kernels import quantize
@@ -14,8 +14,9 @@ from moe_aiter.kernels.quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
-from moe_aiter.op import IMPLS, use
+from moe_aiter.op import IMPLS, INPUTS, fill, use
 
+from ... import references
 from ...references import quantize_rows_reference
 from ...shapes import LAYOUTS
 
@@ -194,6 +195,52 @@ def test_refuses():
     for amax in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"amax must be \(2,\) in float32, not "):
             quantize_by_amax(torch.randn(2, 3), amax)
+
+
+WEIGHTS = {  # an op that quantises weights, and what it takes
+    "quantize_rows": lambda w: (w, "int8"),
+    "quantize_rows_and_amax": lambda w: (w, "e4m3"),
+    "quantize_by_amax": lambda w: (w, quantize.rows.amax_reference(w, -1), "e5m2"),
+    "quantize_blocks": lambda w: (w, False, "e4m3"),
+    "quantize_blocks of squares": lambda w: (w, True, "e4m3"),
+    "quantize_transposed": lambda w: (w, quantize.rows.amax_reference(w, -1).clamp(min=1), "e4m3"),
+}
+every_weight = pytest.mark.parametrize("case", WEIGHTS)
+
+
+def of_weight(case, w):
+    """The name of the op, its inputs and results, and those of its reference."""
+    op, inputs = case.split()[0], WEIGHTS[case](w)
+    if op == "quantize_rows_and_amax":
+        expected = *quantize_rows_reference(*inputs), quantize.rows.amax_reference(w, -2)
+    else:
+        expected = as_tuple(getattr(references, f"{op}_reference")(*inputs))
+    return op, INPUTS[op](*inputs), tuple(torch.full_like(t, 1) for t in expected), expected
+
+
+@every_weight
+@pytest.mark.parametrize("part", [1, 1000, 6000, 10**6])
+@pytest.mark.parametrize(
+    "shape", [(7, 300), (3, 300, 5), (5, 2, 130), (3, 0, 4), (0, 2, 3), (2, 3, 0)], ids=str
+)
+@pytest.mark.pairwise
+def test_parts_have_the_bits_of_the_whole(monkeypatch, case, part, shape):
+    if case == "quantize_transposed" and len(shape) == 2:
+        shape = (1, *shape)
+    monkeypatch.setattr(quantize.rows, "PART", part)
+    op, i, outs, expected = of_weight(case, odd(draw(*shape, dtype=torch.bfloat16, device="cpu")))
+    IMPLS[op]["torch"](outs if len(outs) > 1 else outs[0], i)
+    assert same(outs, expected)
+
+
+@every_weight
+@pytest.mark.no_interpreter
+def test_torch_quantises_in_little_memory(case):
+    w = torch.randn(128, 128, 512).bfloat16()
+    op, i, outs, _ = of_weight(case, w)
+    with Peak() as peak:
+        fill(op, outs if len(outs) > 1 else outs[0], i)
+    assert peak.most < 1.25 * w.nbytes + sum(t.nbytes for t in outs)  # views are of all of w
 
 
 @pytest.mark.gpu
