@@ -123,6 +123,19 @@ def gather_and_release(model: torch.nn.Module) -> None:
         module.register_forward_hook(lambda *_, release=release: release())
 
 
+class Copies(TorchDispatchMode):
+    """Notes the sizes of the tensors that are cloned."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            self.sizes.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
 class Peak(TorchDispatchMode):
     """Notes the most bytes that the results of all operations had at one time."""
 

@@ -77,7 +77,8 @@ class Quantized(nn.Module):
         """Take a weight (..., out, in), quantised as it is `found` or made, with its scale and its bias."""
         wide = SIXTEEN_BITS.get(self.dtype)
         if weight not in found:
-            narrow = (weight.to(wide), None) if wide else quantize_rows(weight, EIGHT_BITS[self.dtype])
+            own = (weight.to(wide, copy=True), None) if wide else None  # the weight is the original's
+            narrow = own or quantize_rows(weight, EIGHT_BITS[self.dtype])
             found[weight] = [None if t is None else nn.Parameter(t, requires_grad=False) for t in narrow]
         beside = name.removesuffix("weight")
         beside = f"{beside}_" if beside else ""
@@ -222,7 +223,11 @@ def quantize(model: nn.Module, dtype: str = "int8", *, skip: Collection[str] = (
         raise ValueError(f"skip names {', '.join(map(repr, sorted(unknown)))}, which the model has not")
     if dtype in FOUR_BITS:
         return with_four_bits(model, dtype, skip)
-    other = copy.deepcopy(model).requires_grad_(False)
+    # the copy begins with the weights themselves: copies of them would double the memory
+    chosen = [(m, KINDS[kind][1]) for m, kind in verdicts(model, skip).items() if not isinstance(kind, str)]
+    weights = [own_parameters(m).get(name) for m, names in chosen for name, _ in names.values()]
+    memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in weights if p is not None}
+    other = copy.deepcopy(model, memo).requires_grad_(False)
     other.zero_grad(set_to_none=True)
     with torch.no_grad():
         found: Found = {}

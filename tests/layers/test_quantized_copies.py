@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from check import Copies
 from torch import nn
 
 from moe_aiter import Experts, OptimizedMoELayer, make_plan, quantize
@@ -66,6 +67,30 @@ WAYS = {  # a layer, and another made of other numbers -> the same again
     "filled from meta": lambda layer, fresh: loaded(layer, fresh.to("meta").to_empty(device="cpu")),
     "compiled": compiled,
 }
+
+
+@every_dtype
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_not_copied_first(dtype, of, kind):
+    model = nn.ModuleDict({"chosen": KINDS[kind](), "left": nn.Linear(H, 3 * I), "tied": nn.Linear(H, I)}).to(
+        of
+    )
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if kind == "linear":
+        model["tied"].weight = model["chosen"].weight
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with Copies() as copies:
+        other = quantize(model, dtype, skip=["left"])
+    assert (3 * I, H) in copies.sizes
+    assert not copies.sizes & {
+        tuple(p.shape) for n, p in model["chosen"].named_parameters() if "bias" not in n
+    }
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.requires_grad and p.grad.all()
+    theirs = {p.data_ptr() for p in model.parameters()}
+    assert not theirs & {t.data_ptr() for t in other.state_dict().values()}
 
 
 def of_weights(layer):
