@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import tuning
 from ...config import interpret
 from ...invariance import batch_invariant, summing_tokens
-from ...op import binds, copy_into, define_op, gradients, takes
+from ...op import binds, copy_into, define_op, gradients, runs, takes
 from ...private_api import addmm_activation
 from ...switches import MATMUL, float32_precision
 from .. import hopper
@@ -331,10 +331,19 @@ gemm_op = define_op(
 )  # fmt: skip
 
 
+@binds
+def bind_inner_gemm(i: GemmInputs) -> Callable:
+    """Bind Triton's kernel, or what torch does for float64, which that does not take."""
+    return bind_gemm(i) if runs(bind_gemm, i) else fill_gemm
+
+
+bind_inner_gemm.should_use = bind_gemm.should_use
+
+
 # the same inside other ops and in place of F.linear: each forced tier has it, Hopper's by Triton's kernel
 inner_gemm_op = define_op(
-    "inner_gemm", GemmInputs, outputs=2, new=new_gemm, host=fill_gemm, torch=fill_gemm, triton=bind_gemm,
-    backward=backward_inner_gemm, save=save_gemm,
+    "inner_gemm", GemmInputs, outputs=2, new=new_gemm, host=fill_gemm, torch=fill_gemm,
+    triton=bind_inner_gemm, backward=backward_inner_gemm, save=save_gemm,
 )  # fmt: skip
 
 
@@ -343,11 +352,13 @@ def product_inside(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     return inner_gemm_op(x[None], w[None], None, None, "", 1.0, 0.0, dtype, False)[0][0]
 
 
-def multiply_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Do as F.linear by a product here: (..., K) -> (..., N)."""
+def multiply_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Do as F.linear by a product here: (..., K) -> (..., N), of this dtype."""
     x, w, bias = cast_as_linear(input, weight.mT, bias)
     x3, w3, shape = as_batches(x, w)
-    return inner_gemm_op(x3, w3, bias, None, "", 1.0, 0.0, None, False)[0].view(shape)
+    return inner_gemm_op(x3, w3, bias, None, "", 1.0, 0.0, dtype, False)[0].view(shape)
 
 
 # public

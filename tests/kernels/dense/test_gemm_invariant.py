@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moe_aiter import gemm, scaled_gemm, tuning
 from moe_aiter.config import interpret
@@ -12,10 +13,10 @@ from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base import fixed_rows
 from moe_aiter.kernels.base.choice import should_use_scaled
 from moe_aiter.kernels.base.gemm_row import GemmInputs
-from moe_aiter.kernels.dense.gemm import tile_of
+from moe_aiter.kernels.dense.gemm import multiply_linear, tile_of
 from moe_aiter.kernels.dense.scaled_gemm import ScaledInputs
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
-from moe_aiter.op import IMPLS, ORDER, pick, use
+from moe_aiter.op import IMPLS, ORDER, BackendError, pick, use
 from moe_aiter.routing.router import router_logits
 
 DTYPES = [torch.float32, torch.float16] if interpret else [torch.float32, torch.bfloat16, torch.float16]
@@ -45,6 +46,22 @@ def product(w, bias, options, x, dout):
     x = x.detach().requires_grad_()
     out = gemm(x, w, bias, **options)
     return out, *torch.autograd.grad(out, [x], dout.to(out.dtype))
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("dtype", [torch.float64], ids=str)
+def test_a_forced_tier_multiplies_in_place_of_torch_what_it_does_not_take(device, backend, dtype):
+    """Triton's kernel has float32 sums."""
+    x, w = (torch.randn(*s, dtype=dtype, device=device).requires_grad_() for s in ((MANY, 24), (7, 24)))
+    with use(backend), invariant():
+        out, own = multiply_linear(x, w), multiply_linear(x[:3], w)
+        got = torch.autograd.grad(out.sum(), [x, w])
+    exact = F.linear(x, w)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(got, torch.autograd.grad(exact.sum(), [x, w]))
+    assert device.type == "cuda" or torch.equal(out[:3], own)
+    with use(backend), pytest.raises(BackendError, match=r"no triton backend for torch.float64"):
+        gemm(x, w.mT)
 
 
 EPILOGUES = [{}, {"activation": "gelu"}, {"activation": "silu", "out_dtype": torch.float32}]
