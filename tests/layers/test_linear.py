@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from tuned import Own, layer, rows_for, tuned_calls, tuned_files, unpatched_after
 
+from moe_aiter import gemm, op
+from moe_aiter.invariance import INVARIANT
 from moe_aiter.kernels.dense import tuned_gemm
 from moe_aiter.kernels.dense.tuned_gemm import NotSupportedError
 from moe_aiter.layers import linear as module
@@ -249,6 +251,26 @@ def test_compiled_whole(device, files, with_file):
         compiled(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("on", [False, True], ids=["as it comes", "invariant"])
+def test_a_forced_backend_without_such_a_product(files, monkeypatch, caplog, on, compiled):
+    """Torch multiplies, as before the patch, and one line says so; products by name never fall back."""
+    one, x = layer(bias=False), torch.randn(5, 32).bfloat16().requires_grad_()
+    expected = torch.autograd.grad(one(x).sum(), [x, one.weight])
+    files.set_to("log_tuned_config", False)  # and what was logged is forgotten
+    monkeypatch.setattr(op._forced, "default", ("host", "MOE_AITER_BACKEND"))
+    monkeypatch.setattr(INVARIANT, "default", on)
+    with patch_linear(), caplog.at_level("WARNING", "moe_aiter"):
+        torch._dynamo.reset()
+        forward = torch.compile(one, fullgraph=True, backend="aot_eager") if compiled else one
+        got = torch.autograd.grad(forward(x).sum(), [x, one.weight])
+        torch.autograd.grad(forward(torch.randn(6, 32).bfloat16().requires_grad_()).sum(), [one.weight])
+    torch.testing.assert_close(got, expected)
+    assert caplog.messages == ([] if on else ["tuned products of host are computed by torch here"])
+    with pytest.raises(op.BackendError, match="gemm: no host backend"):
+        gemm(x, one.weight.mT)
 
 
 # bias by itself

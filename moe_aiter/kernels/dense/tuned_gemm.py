@@ -57,7 +57,7 @@ from ..base.fp8 import FP8
 from ..base.gemm_row import GemmInputs
 from ..base.shuffle import unshuffle_weight
 from ..grouped.masked_gmm import masked_gmm
-from .gemm import gemm
+from .gemm import gemm, multiply_linear, product_inside
 from .scaled_gemm import scaled_gemm
 
 # choice of the implementation
@@ -82,12 +82,19 @@ def choose_product(problem: GemmKey, i: GemmInputs) -> str:
     elif problem.shuffled:  # only a file's row can say that a copy in the usual order is faster
         backend = "triton" if forced() != "torch" and is_here("triton", i) else "torch"
     else:
-        implementation = pick("gemm", i)
-        backend = next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
+        backend = usual_backend(i)
     if settings.log_tuned_config:
         said = "no row" if row is None else f"the row of M={row.problem.M} says {row.libtype}"
         log.info("%s on %s: %s, %s multiplies", text_of(problem), device, said, backend)
     return backend
+
+
+def usual_backend(i: GemmInputs) -> str:
+    """Return what multiplies without a row: as for `gemm`, but torch where a forced tier has no kernel."""
+    if forced() != "auto":
+        return backend_of(forced(), i)
+    implementation = pick("gemm", i)
+    return next(name for name, impl in IMPLS["gemm"].items() if impl is implementation)
 
 
 def backend_of(libtype: str, i: GemmInputs) -> str:
@@ -215,7 +222,7 @@ def bind_tuned_gemm(i: TunedInputs) -> Callable:
     backend, _, tile = backend.partition("/")
     impl = IMPLS["gemm"][backend]
     if not runs(impl, inputs):  # of other strides than when it was chosen
-        impl = pick("gemm", inputs)
+        impl = IMPLS["gemm"][usual_backend(inputs)]
     launch = bound(impl, inputs, **tile_option(impl, tile))
 
     def launch_tuned(out, i):
@@ -234,10 +241,16 @@ def backward_tuned_gemm(ctx, dout):
     needs = TunedInputs(*ctx.needs_input_grad)
     dbias = dout.sum(0).to(ctx.bias_dtype) if needs.bias else None
     dout = dout.to(x.dtype)
-    dx = gemm(dout, weight) if needs.x else None
+    product = gemm if forced() == "auto" else multiply_inside
+    dx = product(dout, weight) if needs.x else None
     with summing_tokens():
-        dweight = gemm(dout.mT, x) if needs.weight else None
+        dweight = product(dout.mT, x) if needs.weight else None
     return gradients(TunedInputs, x=dx, weight=dweight, bias=dbias)
+
+
+def multiply_inside(x, w):
+    """Return x @ w by what every forced tier has."""
+    return product_inside(x, w, x.dtype)
 
 
 tuned_gemm_op = define_op(
@@ -268,6 +281,7 @@ def tuned_gemm(
     `x` and `weight` may also be both int8 or both 8-bit floats: then `scaled_gemm` multiplies them, into
     bfloat16 unless `out_dtype` is given, and without gradients.
 
+    Where a tier is forced that cannot multiply these (`use`), torch does, and the log says so once.
     Differentiable in x, weight, bias and scales.  Under torch.autocast, operands are cast to its dtype.
 
     Raises ValueError for shapes, devices and malformed files of tuned products, FileNotFoundError where of
@@ -299,7 +313,7 @@ def product_of(
         weight, is_shuffled = usual_order(weight), False
     x, weight, bias = cast_as_linear(x, weight, bias)
     if batch_invariant() and PARAMETERS.issuperset((type(x), type(weight))):
-        return gemm(x, (usual_order(weight) if is_shuffled else weight).mT, bias, out_dtype=dtype)
+        return multiply_linear(x, usual_order(weight) if is_shuffled else weight, bias, dtype)
     if torch.compiler.is_compiling():
         return traced(x, unshuffle_weight(weight) if is_shuffled else weight, bias, dtype, scaled)
     key = (
