@@ -6,7 +6,7 @@ Two figures are compared where one run measured both: same device, date and comm
 import dataclasses
 import pathlib
 
-from moe_aiter.bench.layer import compared
+from moe_aiter.bench.layer import INVARIANT, compared
 from moe_aiter.bench.problem import DEFAULT
 
 from .tables import (
@@ -24,7 +24,7 @@ from .tables import (
     written,
 )
 
-MODELS, WHOLE, TRIALS = "models.csv", "whole_model.csv", "trials.csv"
+MODELS, WHOLE, TRIALS, LAYERS = "models.csv", "whole_model.csv", "trials.csv", "layer.csv"
 BASELINE = "Hugging Face's grouped_mm"
 HEAD = (
     "tokens/s",
@@ -321,16 +321,26 @@ def sizes(row: dict) -> str:
 def price(source: pathlib.Path) -> str:
     """The tables of docs/rl.md: how much longer a layer takes with batch invariance.
 
-    There is one for each device and dtype, of the last run of each shape that measured all.
+    There is one for each device and dtype, of the last run of each shape that measured all: of those in
+    `source`, and after them those that `moe-aiter bench layer --invariant` wrote to layer.csv beside it.
     """
     kinds = {kind: f"layer in a CUDA graph, {kind}, ms" for kind in ("inference", "step")}
     tables: dict[tuple, dict[str, list[dict]]] = {}
+    with reading(layers := source.with_name(LAYERS)):
+        later = [trial for row in usual(rows_of(layers)) for trial in trials_of(row, kinds)]
     with reading(source):
-        rows = [row for row in rows_of(source) if row["kernel"] in kinds.values()]
+        rows = [row for row in rows_of(source) if row["kernel"] in kinds.values()] + later
         for where, part in grouped(rows, lambda r: (r["device"], r["dtype"], r["shape"], *run_of(r))):
             if len({(row["kernel"], row["variant"]) for row in part}) == 2 * len(kinds):
                 tables.setdefault(where[:2], {})[where[2]] = part
         return "\n".join(price_table(*where, runs, kinds) for where, runs in tables.items())
+
+
+def trials_of(row: dict, kinds: dict[str, str]) -> list[dict]:
+    """Return a row of a layer in a CUDA graph as the rows that trials have of it; none of another."""
+    variant = {GRAPH: "as it comes", GRAPH + INVARIANT: "batch invariant"}.get(row["contender"])
+    times = {name: row[f"{kind}_ms"] for kind, name in kinds.items() if variant and row[f"{kind}_ms"]}
+    return [row | {"kernel": name, "variant": variant, "value": ms} for name, ms in times.items()]
 
 
 def price_table(device: str, dtype: str, runs: dict[str, list[dict]], kinds: dict[str, str]) -> str:

@@ -182,6 +182,24 @@ def test_a_price_is_of_one_device_and_dtype(tmp_path):
     assert text.count("| A | 10.0 | 10.0 |") == 3 and text.count("| 8, 2, 2, 4, 1 | 10.0 | 10.0 |") == 1
 
 
+def test_the_command_writes_the_rows_of_a_price(tmp_path):
+    """`bench layer --invariant --out layer.csv`, whose rows come after those of trials."""
+    about = dict.fromkeys(layer.COMMAND.fields, "") | next(price_rows(commit="two"))
+    names = {LAYER: 1, f"{LAYER}{layer.INVARIANT}": 9, GRAPH: 10, f"{GRAPH}{layer.INVARIANT}": 11}
+    with open(tmp_path / speed.LAYERS, "w", newline="") as file:
+        writer = csv.DictWriter(file, layer.COMMAND.fields, extrasaction="ignore")
+        writer.writeheader()
+        for routing, factor in (("normal", 2), ("zipf", 3)):
+            for name, ms in names.items():
+                times = {"inference_ms": ms, "step_ms": factor * ms + 10}
+                writer.writerow(about | times | {"contender": name, "routing": routing})
+    text = price_of(tmp_path, price_rows(commit="one"), price_rows("B", commit="one"))
+    assert "| A | 10.0 | 6.7 |" in text and "| B | 10.0 | 10.0 |" in text and "commit one, two" in text
+    (tmp_path / speed.LAYERS).write_text("contender,dtype\nx,bfloat16\n")
+    with pytest.raises(tables.Damaged, match=speed.LAYERS):
+        price_of(tmp_path, price_rows())
+
+
 def test_a_damaged_price_names_its_file(tmp_path):
     with pytest.raises(tables.Damaged, match=speed.TRIALS):
         price_of(tmp_path, [row | {"value": "x"} for row in price_rows()])
