@@ -74,10 +74,12 @@ def attention(
     window = tuple(window) if isinstance(window, list) else window  # a key is hashed
     key = None if mask is not None else key_of_call(q, k, v, is_causal, dropout_p, window, backend)
     if key in simple:
-        causal, shared = simple[key]
-        return F.scaled_dot_product_attention(
-            q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=shared
-        )
+        check_attention_options(is_causal, scale, dropout_p, window)  # a key holds 1 for True
+        if scale is None or scale > 0:
+            causal, shared = simple[key]
+            return F.scaled_dot_product_attention(
+                q, k, v, None, dropout_p, causal, scale=scale, enable_gqa=shared
+            )
     call, dead, alive = agree(q, k, v, mask, is_causal, scale, dropout_p, window)
     chosen = choose_kernel(call, backend)
     report(chosen, call)
@@ -142,7 +144,7 @@ def agree(
         check_tensor(name, t)
     q, k, v = cast_as_linear(q, k, v)
     check_qkv(q, k, v)
-    check_attention_options(is_causal, scale, dropout_p)
+    check_attention_options(is_causal, scale, dropout_p, window)
     Sq, Sk = q.shape[2], k.shape[2]
     mask = None if mask is None else shaped_mask(mask, q, Sk)
     left, right = seen(is_causal, window)
@@ -156,6 +158,8 @@ def agree(
     left = -1 if left >= k.shape[2] - 1 else left
     right = -1 if right >= q.shape[2] - 1 else right
     scale = max(q.shape[3], 1) ** -0.5 if scale is None else scale
+    if scale <= 0:  # torch's fused kernels hide keys by -inf and find the largest score before they scale
+        q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
     call = Call(q, k, v, mask, left, right, dropout_p, scale)
     if mask is None:
         return call, dead, None
@@ -184,11 +188,19 @@ def with_all_or_some(mask: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return mask.masked_fill(~alive, 0), alive
 
 
-def check_attention_options(is_causal: bool, scale: float | None, dropout_p: float) -> None:
+def check_attention_options(
+    is_causal: bool, scale: float | None, dropout_p: float, window: tuple[int, int] | None
+) -> None:
     check_flags(is_causal=is_causal)
     if scale is not None:
         check_finite(scale=scale)
     check_range({"dropout_p": dropout_p}, lambda p: 0 <= p < 1, "from 0 to below 1")
+    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
+        raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
+    if not all(isinstance(n, INTEGERS) and not isinstance(n, bool) for n in window or ()):
+        raise TypeError(f"window is {window}: it takes two ints")
+    if window is not None and min(window) < -1:
+        raise ValueError(f"window is {window}: it takes how many keys before and behind, or -1 for all")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -222,13 +234,7 @@ def shaped_mask(mask: Tensor, q: Tensor, Sk: int) -> Tensor:
 
 
 def seen(is_causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
-        raise ValueError(f"window is {window}: it takes how many keys before and how many behind")
     left, right = (-1, -1) if window is None else window
-    if not all(isinstance(n, INTEGERS) and not isinstance(n, bool) for n in (left, right)):
-        raise TypeError(f"window is {window}: it takes two ints")
-    if min(left, right) < -1:
-        raise ValueError(f"window is {window}: it takes how many keys before and behind, or -1 for all")
     return left, 0 if is_causal else right
 
 

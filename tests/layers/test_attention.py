@@ -1,5 +1,6 @@
 """Attention means the same on every backend: masks, lower-right causality, windows, grouped heads."""
 
+import functools
 import math
 
 import pytest
@@ -280,6 +281,19 @@ def test_it_compiles_once_for_all_lengths(options):
         torch.testing.assert_close(compiled(q, k), ours(q, k))
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 0])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (1, 0)}, {"window": (-1, 2)}])
+@pytest.mark.parametrize("lengths, heads", [((5, 5), 4), ((3, 7), 2), ((7, 3), 1)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.pairwise
+def test_scales_that_are_not_positive(scale, options, lengths, heads, backend, device):
+    """torch's fused kernels give NaN: they multiply the -inf of hidden keys."""
+    q, k, v = make(Hk=heads, Sq=lengths[0], Sk=lengths[1], device=device)
+    attention(q, k, v, **options)  # what is remembered of this call is not for the next
+    ours = functools.partial(attention, scale=scale, backend=backend, **options)
+    assert_near(ours, functools.partial(by_definition, scale=scale, **options), q, k, v)
+
+
 @pytest.mark.parametrize(
     "options, kind, message",
     [
@@ -288,10 +302,18 @@ def test_it_compiles_once_for_all_lengths(options):
         (dict(scale="x"), TypeError, "scale must be a number, not str"),
         (dict(scale=float("nan")), ValueError, "scale must be finite, not nan"),
         (dict(dropout_p="a"), TypeError, "dropout_p must be a number, not str"),
+        (dict(scale=float("inf")), ValueError, "scale must be finite, not inf"),
+        (dict(dropout_p=False), TypeError, "dropout_p must be a number, not bool"),
         (dict(window=(1.5, 0)), TypeError, "window is .1.5, 0.: it takes two ints"),
+        (dict(window=(9.0, 0)), TypeError, "window is .9.0, 0.: it takes two ints"),
+        (dict(window=(True, 0)), TypeError, "window is .True, 0.: it takes two ints"),
     ],
 )
 def test_options_of_another_kind(options, kind, message):
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(kind, match=message):
-        attention(q, q, q, **options)
+    for alike in {}, dict(is_causal=True), dict(window=(9, 0)), dict(window=(1, 0)):
+        attention(
+            q, q, q, **alike
+        )  # a call of the same kind that was checked, but for what equals and differs
+        with pytest.raises(kind, match=message):
+            attention(q, q, q, **options)

@@ -26,6 +26,8 @@ OPTIONS = [
     {"window_size_left": 2},
     {"window_size_left": 1, "window_size_right": 1},
     {"is_causal": True, "window_size_left": 2},
+    {"is_causal": True, "softmax_scale": -0.3},
+    {"window_size_left": 2, "softmax_scale": 0.0},
 ]
 
 
@@ -60,7 +62,8 @@ def test_it_is_attention_with_the_heads_last(options, lengths, dtype, device):
 
     def theirs(q, k, v):
         q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-        out = attention(q, k, v, is_causal=options["is_causal"], window=window, scale=0.3, backend="math")
+        scale = options["softmax_scale"]
+        out = attention(q, k, v, is_causal=options["is_causal"], window=window, scale=scale, backend="math")
         return out.transpose(1, 2)
 
     near = {F32: 2e-5, F64: 1e-10}.get(dtype, 3e-2)
