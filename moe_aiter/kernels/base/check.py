@@ -332,9 +332,13 @@ def check_index(**tensors: Tensor) -> None:
 
 
 def check_own_memory(name: str, x: Tensor) -> None:
-    """Raise for an expanded tensor, in which nothing can be added up."""
-    if any(not step and size > 1 for size, step in zip(x.shape, x.stride(), strict=True)) and x.numel():
-        raise ValueError(f"{name} is expanded: its elements must not share memory")
+    """Raise for a tensor whose elements may share memory, as those of an expanded one do."""
+    reach = 0  # from the first element to the last, along the axes of smaller strides
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda axis: axis[0]):
+        if step <= reach and size > 1 and x.numel():
+            how = "has strides that overlap" if step else "is expanded"
+            raise ValueError(f"{name} {how}: its elements must not share memory")
+        reach += step * (size - 1)
 
 
 def check_device(**tensors: Tensor | None) -> None:

@@ -302,6 +302,11 @@ BAD = {
         ValueError,
         "down_main_grad is expanded",
     ),
+    "main grad over itself": (
+        dict(down_main_grad=torch.zeros(2500).as_strided((5, 20, 24), (480, 23, 1))),
+        ValueError,
+        "down_main_grad has strides that overlap",
+    ),
     "nothing to interleave": (
         dict(activation="relu", interleaved=True, gate_up=torch.zeros(5, 24, 20)),
         ValueError,

@@ -355,6 +355,10 @@ def test_bad_outputs_are_named():
     x, y, sizes = torch.zeros(5, 4), torch.zeros(5, 3), torch.tensor([2, 3])
     with pytest.raises(ValueError, match="out is expanded: its elements must not share memory"):
         tgmm_accumulate(torch.zeros(1, 4, 3).expand(2, -1, -1), x, y, sizes)
+    with pytest.raises(ValueError, match="out has strides that overlap: its elements must not share memory"):
+        tgmm_accumulate(torch.zeros(60).as_strided((2, 4, 3), (11, 3, 1)), x, y, sizes)
+    with pytest.raises(ValueError, match="existing_out has strides that overlap"):
+        gmm(x, torch.zeros(2, 4, 3), sizes, existing_out=torch.zeros(20).as_strided((5, 3), (1, 1)))
     with pytest.raises(ValueError, match=r"out must be floating \(G, K, N\) = \(2, 4, 3\)"):
         tgmm_accumulate(torch.zeros(2, 3, 4), x, y, sizes)
 

@@ -237,6 +237,11 @@ BAD = {
     "out shape": (dict(out=OUT.mT), ValueError, r"out must be \(G=2, M=5, N=16\), but it has shape \(2, 16"),
     "out dtype": (dict(out=OUT.half()), TypeError, "x is torch.float32 but out is torch.float16"),
     "out is expanded": (dict(out=OUT[:1].expand(2, 5, 16)), ValueError, "out is expanded"),
+    "out overlaps": (
+        dict(out=torch.zeros(200).as_strided(OUT.shape, (16, 16, 1))),
+        ValueError,
+        "out has str",
+    ),
     "8 and 16 bits": (dict(x=X.to(E4M3)), TypeError, "x is torch.float8_e4m3fn but w is torch.float32"),
     "16 and 8 bits": (dict(w=W.to(E4M3)), TypeError, "x is torch.float32 but w is torch.float8_e4m3fn"),
     "8 bits out": (

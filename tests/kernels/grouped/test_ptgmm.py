@@ -257,6 +257,11 @@ BAD = {
         "floating .* but it is torch",
     ),
     "out expanded": (dict(existing_out=torch.ones(1, 4, 6).expand(2, 4, 6)), ValueError, "is expanded"),
+    "bias_grad overlapping": (
+        dict(bias_grad=torch.ones(9).as_strided((2, 4), (3, 1))),
+        ValueError,
+        "bias_grad has strides that overlap",
+    ),
     "result dtype": (dict(preferred_element_type=torch.int32), TypeError, "must be a floating dtype"),
     "bias_grad dtype": (dict(bias_grad=torch.ones(2, 4).half()), TypeError, "must be torch.float32"),
     "bias_grad shape": (dict(bias_grad=torch.ones(2, 6)), ValueError, r"\(G, K\) = \(2, 4\), but it has"),
