@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -151,9 +152,9 @@ class TopP(Choice):
 
     def fewest(self, scores: Tensor, ranked: Tensor, top_k: int) -> Tensor:
         expert_ids = topk(ranked, top_k)[1]
-        chosen = scores.gather(1, expert_ids)
-        # of the first exactly 0; torch calls its cumsum of floats on a GPU nondeterministic, and refuses it
-        before = (chosen[:, None] * chosen.new_ones(top_k, top_k).tril(-1)).sum(2)
+        *columns, _ = scores.gather(1, expert_ids).unbind(1)
+        # torch calls its cumsum of floats on a GPU nondeterministic, and refuses it
+        before = torch.stack([*accumulate(columns, initial=scores.new_zeros(len(scores)))], 1)
         enough = before >= self.p * scores.sum(1, keepdim=True)
         enough = enough & (torch.arange(top_k, device=scores.device) > 0)
         return expert_ids.masked_fill(enough, -1)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from check import Peak
 from routing.test_choices import draw, highest, weights_by_hand, with_ties
 
 from moe_aiter import Capacity, ExpertChoice, MoE, Router, Sinkhorn, TokenRounding, TopP, route
@@ -57,6 +58,15 @@ def test_top_p_stops_where_the_share_is_reached(device):
     logits = torch.zeros(3, 4, device=device)
     assert route(logits, 4, choice=TopP(0.5)).expert_ids.tolist() == [[0, 1, -1, -1]] * 3
     assert route(logits, 1, choice=TopP(0.5)).expert_ids.tolist() == [[0]] * 3
+
+
+@pytest.mark.parametrize("choice", [TopP(0.9), Sinkhorn(), ExpertChoice(), TokenRounding(4)], ids=str)
+def test_many_choices_take_memory_in_proportion(choice):
+    """Not the square of the choices for each token."""
+    logits = torch.randn(256, 128)
+    with Peak() as peak:
+        route(logits, 128, choice=choice)
+    assert peak.most < 50 * logits.nbytes
 
 
 def sinkhorn_by_hand(z, iterations):
