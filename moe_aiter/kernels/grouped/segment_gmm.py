@@ -265,7 +265,8 @@ def new_segment_gmm(i: SegmentInputs | SegmentOutInputs) -> Tensor:
 def check_segment_gmm_out(i: SegmentOutInputs) -> None:
     out, expected = i.out, new_segment_gmm(i).shape
     if out.shape != expected or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous (M, N) = {tuple(expected)}, but it is {tuple(out.shape)}")
+        has = f"{tuple(out.shape)} with the strides {out.stride()}"
+        raise ValueError(f"out must be contiguous (M, N) = {tuple(expected)}, but it is {has}")
     narrow = (torch.bfloat16, torch.float16, torch.float32) if i.x.dtype in FP8 else (i.x.dtype,)
     if out.dtype not in narrow:
         raise TypeError(f"x is {i.x.dtype} but out is {out.dtype}")

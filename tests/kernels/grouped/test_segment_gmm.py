@@ -279,7 +279,7 @@ BAD = {
     "device": (dict(w=torch.zeros(2, 4, 6, device="meta")), ValueError, "x is on cpu but w is on meta"),
     "lens are a list": (dict(lens=[2, 3]), TypeError, "lens must be a tensor or None, not list"),
     "out shape": (dict(out=torch.zeros(5, 7)), ValueError, r"out must be contiguous \(M, N\) = \(5, 6\)"),
-    "out strides": (dict(out=torch.zeros(6, 5).mT), ValueError, "out must be contiguous"),
+    "out strides": (dict(out=torch.zeros(6, 5).mT), ValueError, r"contiguous .* with the strides \(1, 5\)"),
     "out dtype": (dict(out=torch.zeros(5, 6).half()), TypeError, "torch.float32 but out is torch.float16"),
     "out and gradient": (
         dict(out=torch.zeros(5, 6), x=torch.zeros(5, 4, requires_grad=True)), RuntimeError, "has no gradient",
