@@ -286,8 +286,22 @@ def quantize_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
 
 def dequantize_rows(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that `quantize_rows` kept, in `dtype`."""
+    return by_parts(multiplied_back, x8, scale, dtype)
+
+
+def multiplied_back(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     product = torch.promote_types(dtype, torch.float32)
     return (x8.to(product) * scale.to(product)[..., None]).to(dtype)
+
+
+def by_parts(fn: Callable, x8: Tensor, scale: Tensor, dtype: torch.dtype, rows: int = 1) -> Tensor:
+    """Return `fn(x8, scale, dtype)`, on a CPU one part after another, since `fn` works in float32."""
+    if not x8.is_cpu or torch.compiler.is_compiling():
+        return fn(x8, scale, dtype)
+    out = torch.empty_like(x8, dtype=dtype)
+    for at, of in parts_of(x8, rows):
+        out[at] = fn(x8[at], scale[of], dtype)
+    return out
 
 
 # both ways

@@ -26,6 +26,7 @@ from .rows import (
     FORMATS,
     QuantizeRowsInputs,
     as_groups,
+    by_parts,
     dequantize_rows,
     dtype_of,
     fill_by_parts,
@@ -150,10 +151,14 @@ def quantize_blocks(x: Tensor, square: bool, format: str = "e4m3") -> tuple[Tens
 
 def dequantize(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers that `quantize_blocks` or `quantize_rows` kept, in `dtype`."""
-    if scale.dim() == x8.dim():
-        (M, K), scale = x8.shape[-2:], scale.repeat_interleave(ROW_BLOCK, -1)
-        if scale.shape[-2] < M:
-            scale = scale.repeat_interleave(ROW_BLOCK, -2)
-        product = torch.promote_types(dtype, torch.float32)
-        return (x8.to(product) * scale[..., :M, :K].to(product)).to(dtype)
-    return dequantize_rows(x8, scale, dtype)
+    if scale.dim() < x8.dim():
+        return dequantize_rows(x8, scale, dtype)
+    return by_parts(blocks_back, x8, scale, dtype, ROW_BLOCK if scale.shape[-2] < x8.shape[-2] else 1)
+
+
+def blocks_back(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    (M, K), scale = x8.shape[-2:], scale.repeat_interleave(ROW_BLOCK, -1)
+    if scale.shape[-2] < M:
+        scale = scale.repeat_interleave(ROW_BLOCK, -2)
+    product = torch.promote_types(dtype, torch.float32)
+    return (x8.to(product) * scale[..., :M, :K].to(product)).to(dtype)

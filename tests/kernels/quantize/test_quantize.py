@@ -14,6 +14,7 @@ from moe_aiter.kernels.quantize.rows import (
     quantize_rows,
     quantize_rows_and_amax,
 )
+from moe_aiter.kernels.quantize.scale_blocks import dequantize, quantize_blocks
 from moe_aiter.op import IMPLS, INPUTS, fill, use
 
 from ... import references
@@ -241,6 +242,26 @@ def test_torch_quantises_in_little_memory(case):
     with Peak() as peak:
         fill(op, outs if len(outs) > 1 else outs[0], i)
     assert peak.most < 1.25 * w.nbytes + sum(t.nbytes for t in outs)  # views are of all of w
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "blocks", "squares"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.no_interpreter
+def test_numbers_come_back_in_little_memory(monkeypatch, kind, dtype):
+    """With the bits and the strides of all at once."""
+    shape = (64, 128, 1000) if kind == "columns" else (64, 1000, 128)
+    w = torch.randn(shape).bfloat16()
+    if kind in ("rows", "columns"):
+        x8, scale = quantize_rows(w.mT if kind == "columns" else w)
+        x8 = x8.mT.contiguous().mT
+    else:
+        x8, scale = quantize_blocks(w, kind == "squares")
+    with Peak() as peak:
+        got = dequantize(x8, scale, dtype)
+    assert peak.most < 1.25 * got.nbytes + x8.nbytes + scale.nbytes
+    monkeypatch.setattr(quantize.rows, "PART", 2**30)
+    whole = dequantize(x8, scale, dtype)
+    assert torch.equal(got, whole) and got.stride() == whole.stride() == x8.stride()
 
 
 @pytest.mark.gpu
