@@ -14,7 +14,7 @@ tensor for all adapters needs no copy.  The padding's c is 0, so its gradient is
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,9 @@ from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
 from .four_bit import FourBitExperts
+from .lora_merge import Mergeable
 from .lora_peft import check_alpha, copy_in, factors_of_all_experts, load_stacked, number_of, rank_in
 
-T = TypeVar("T")
 NORM_BLOCK = 2**25  # numbers of W + c B A that DoRA holds at a time, 128 MiB in float32
 FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by adapter
 
@@ -328,7 +328,7 @@ class AtProduct(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(Mergeable):
     """A frozen nn.Linear with `num_adapters` low-rank adapters; each row of a batch can use another adapter.
 
     The keyword arguments `rank`, `alpha` (default: the rank), `rslora`, `dora`, `dropout` and `rank_dropout`
@@ -338,15 +338,18 @@ class LoRALinear(nn.Module):
     is frozen.  Raises ValueError for a base that is sharded already.
     """
 
+    merges: ClassVar = {"weight": "lora"}
+    base: nn.Linear
+
     @checked
     def __init__(self, base: nn.Linear, num_adapters: int = 1, **lora: Any):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora = LoRAFactors(base.weight, num_adapters, **lora, adapters=num_adapters)
-        self.original: Tensor | None = None
+        self.original = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        super().__setstate__(state)
         lora, count = self.lora, self.lora.count
         if lora.adapters != count:  # as LoRAFactors.__setstate__ has left it
             lora.adapters, lora.ranks, lora.alphas = count, lora.ranks * count, lora.alphas * count
@@ -366,7 +369,9 @@ class LoRALinear(nn.Module):
         for each segment.  -1 means no adapter.  A layer with a single adapter needs no `adapter_ids`.
         Raises ValueError for shapes that do not fit, and for `adapter_ids` after `merge`; TypeError for
         dtypes; with MOE_AITER_DEBUG=1 also ValueError for `adapter_ids` of adapters that are not there.
+        After `merge`, in training, ValueError if the adapters require gradients: they would get none.
         """
+        self.check_trains()
         check_tensor("x", x)
         in_features = self.base.in_features
         if x.dim() < 1 or x.shape[-1] != in_features:
@@ -459,23 +464,17 @@ class LoRALinear(nn.Module):
 
     @checked
     def merge(self, adapter: int = 0) -> None:
-        """Add one adapter to the weight, and keep a copy of the weight.
+        """Add one adapter to `base.weight`, in place, and keep a copy of the weight.
 
-        The other adapters are unavailable until `unmerge`.
+        The other adapters are unavailable until `unmerge`.  Until then, `state_dict` has the weight as it
+        was, and loading raises ValueError.  Whatever else uses the weight, uses the merged one.
+        Raises ValueError for merged adapters.
         """
-        if self.original is not None:
-            raise ValueError("an adapter is already merged")
-        self.lora.check_present(self.base.weight)
-        original = self.base.weight.detach().clone()
-        self.base.weight.detach().copy_(self.lora.merged(original, number_of(adapter, self.num_adapters)))
-        self.original = original
-
-    def unmerge(self) -> None:
-        """Restore the weight as it was before `merge`, to the bit."""
-        original = taken(self.original)
-        self.lora.check_present(self.base.weight)
-        self.base.weight.detach().copy_(original)
-        self.original = None
+        self.check_unmerged()
+        (weight,) = self.own_weights()
+        merged = self.lora.merged(weight, number_of(adapter, self.num_adapters))
+        self.keep_original()
+        weight.copy_(merged)
 
     @checked
     def peft_state_dict(self, adapter: int = 0, prefix: str = "") -> dict[str, Tensor]:
@@ -494,8 +493,9 @@ class LoRALinear(nn.Module):
 
         alpha, rslora: lora_alpha and use_rslora of adapter_config.json [those of the layer].
         Raises KeyError for missing keys, ValueError for another shape, for a larger rank, and for an adapter
-        with DoRA in a layer without; then nothing is copied.
+        with DoRA in a layer without, and after `merge`; then nothing is copied.
         """
+        self.check_loadable()
         rank = rank_in(state, prefix, self.lora, alpha)
         copy_in(self.by_peft_name(adapter, prefix, rank), state)
         self.lora.take_rank(adapter, rank, alpha, rslora)
@@ -510,7 +510,7 @@ class LoRALinear(nn.Module):
         return {f"{prefix}{name}": t for name, t in found.items()}
 
 
-class LoRAExperts(SteppedExperts):
+class LoRAExperts(Mergeable, SteppedExperts):
     """Frozen `Experts` with `num_adapters` low-rank adapters for each expert, one of which each token uses.
 
         moe.experts = LoRAExperts(moe.experts, rank=16)
@@ -531,6 +531,9 @@ class LoRAExperts(SteppedExperts):
     adapters and for a base that is sharded already.
     """
 
+    merges: ClassVar = {"gate_up": "gate_up_lora", "down": "down_lora"}
+    base: Experts | FourBitExperts
+
     def __init__(self, base: Experts | FourBitExperts, num_adapters: int = 1, **lora: Any):
         super().__init__()
         if not isinstance(base, (Experts, FourBitExperts)):
@@ -548,7 +551,7 @@ class LoRAExperts(SteppedExperts):
         count = base.num_experts * num_adapters
         self.gate_up_lora = LoRAFactors(gate_up, count, **lora, adapters=num_adapters)
         self.down_lora = LoRAFactors(down, count, **lora, adapters=num_adapters)
-        self.original: tuple[Tensor, Tensor] | None = None
+        self.original = None
 
     def forward(
         self, x: Tensor, routing_weights: Tensor, plan: RoutePlan, adapter_ids: Tensor | None = None, *,
@@ -559,8 +562,10 @@ class LoRAExperts(SteppedExperts):
         `adapter_ids`, int32 or int64: -1 means no adapter.  A single adapter needs none.
         Raises ValueError for shapes that do not fit, for `adapter_ids` after `merge` and, of a single
         adapter, with DoRA or with shared experts; TypeError for dtypes; with MOE_AITER_DEBUG=1 also
-        ValueError for an adapter that is not there.
+        ValueError for an adapter that is not there.  After `merge`, in training, ValueError if the adapters
+        require gradients: they would get none.
         """
+        self.check_trains()
         if within is None:
             plan = self.plan_of(x, plan, adapter_ids)
         return super().forward(x, routing_weights, plan, within=within)
@@ -629,13 +634,13 @@ class LoRAExperts(SteppedExperts):
 
     @checked
     def merge(self, adapter: int = 0) -> None:
-        """Add one adapter to the weights, and keep a copy of the weights.
+        """Add one adapter to the weights, in place, and keep a copy of the weights.
 
-        Raises ValueError for merged adapters, for weights of 4 bits, for weights that are sharded other than
-        by experts, and for several adapters of shared experts.
+        What `LoRALinear.merge` says of its weight is so here too.  Raises ValueError for merged adapters, for
+        weights of 4 bits, for weights that are sharded other than by experts, and for several adapters of
+        shared experts.
         """
-        if self.original is not None:
-            raise ValueError("the adapters are already merged")
+        self.check_unmerged()
         if self.dispatcher is not None and self.num_adapters > 1:
             raise ValueError("ranks share the experts, of which only a single adapter can be merged")
         if isinstance(self.base, FourBitExperts):
@@ -645,26 +650,10 @@ class LoRAExperts(SteppedExperts):
             placements = getattr(p, "placements", ())
             if any(getattr(placement, "dim", 0) != 0 for placement in placements):
                 raise ValueError(f"{name} is sharded by {placements}: merge needs whole experts on each rank")
-        weights, number = self.own_weights(), number_of(adapter, self.num_adapters)
-        self.original = weights[0].clone(), weights[1].clone()
-        for w, lora in zip(weights, (self.gate_up_lora, self.down_lora), strict=True):
+        number = number_of(adapter, self.num_adapters)
+        for w, lora in zip(self.keep_original(), (self.gate_up_lora, self.down_lora), strict=True):
             for e in range(len(w)):  # one by one: all of them in float32 would take twice their memory
                 w[e] = lora.merged(w[e], e * self.num_adapters + number)
-
-    def own_weights(self) -> tuple[Tensor, Tensor]:
-        """Return gate_up and down outside of autograd, for sharded ones the part of this rank."""
-        assert isinstance(self.base, Experts)  # as `merge` looks
-        weights = self.base.gate_up, self.base.down
-        for lora in (self.gate_up_lora, self.down_lora):
-            lora.check_present(*weights)
-        return local_part(weights[0].detach()), local_part(weights[1].detach())
-
-    def unmerge(self) -> None:
-        """Restore the weights as they were before `merge`, to the bit."""
-        original = taken(self.original)
-        for w, before in zip(self.own_weights(), original, strict=True):
-            w.copy_(before)
-        self.original = None
 
     @checked
     def peft_state_dict(self, prefix: str = "", *, adapter: int = 0) -> dict[str, Tensor]:
@@ -685,16 +674,11 @@ class LoRAExperts(SteppedExperts):
         """Load one adapter in the format of `peft_state_dict`, of the layer's rank or a smaller one.
 
         alpha, rslora: lora_alpha and use_rslora of adapter_config.json [those of the layer].
-        Raises KeyError for missing keys, ValueError for another shape, for a larger rank, or with DoRA; then
-        nothing is copied.
+        Raises KeyError for missing keys, ValueError for another shape, for a larger rank, with DoRA, or after
+        `merge`; then nothing is copied.
         """
+        self.check_loadable()
         load_stacked(self.by_peft_name(prefix), state, adapter, alpha, rslora)
 
     def by_peft_name(self, prefix: str) -> dict[str, LoRAFactors]:
         return {f"{prefix}base_layer.": self.gate_up_lora, prefix: self.down_lora}
-
-
-def taken(original: T | None) -> T:
-    if original is None:
-        raise ValueError("no adapter is merged")
-    return original

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_aiter import LoRAExperts, MoE, quantize
@@ -113,7 +114,10 @@ def one_rank(rank: int, folder: str) -> None:
     model = shared({}, MORE[1], {})
     before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
     model.experts.merge()
-    results["merged"] = step(model, x, dout)
+    results["merged"] = step(model.eval(), x, dout)
+    results["merged state"] = of_a_merged_one(
+        model.experts, f"{folder}/merged", shared({}, MORE[1], {}).experts
+    )
     model.experts.unmerge()
     after = [w.to_local() for w in (model.experts.base.gate_up, model.experts.base.down)]
     results["unmerged"] = list(map(torch.equal, after, before))
@@ -136,14 +140,41 @@ def one_rank(rank: int, folder: str) -> None:
         model = parallelize(nn.Sequential(build(*MORE)), expert_mesh("cpu", ep))
         results["fsdp", ep] = step(model, x, dout)
         model[0].experts.merge()
-        results["merged fsdp", ep] = model(x).detach()
+        results["merged fsdp", ep] = model.eval()(x).detach()
+        other = parallelize(nn.Sequential(build(*MORE)), expert_mesh("cpu", ep))
+        results["merged state"] += of_a_merged_one(model, f"{folder}/merged-{ep}", other)
     for ep in (1, 2):
         results["four bits", ep] = four_bits_with_fsdp(expert_mesh("cpu", ep), x, dout, f"{folder}/nf4-{ep}")
+    refused_when_sharded_after_merge()
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
     torch.save(results, f"{folder}/{rank}.pt")
     leave()
+
+
+def of_a_merged_one(model: nn.Module, path: str, other: nn.Module) -> list[bool]:
+    """Whether the state of `model` and what is saved of it are the state of `other`, which is not merged."""
+    want = {name: t.full_tensor() for name, t in other.state_dict().items() if hasattr(t, "placements")}
+    same = [torch.equal(model.state_dict()[name].full_tensor(), t) for name, t in want.items()]
+    save_sharded(path, model)
+    with pytest.raises(ValueError, match=r"call unmerge\(\) first, and load then"):
+        load_sharded(path, model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    load_sharded(path, other)
+    return same + [torch.equal(other.state_dict()[name].full_tensor(), t) for name, t in want.items()]
+
+
+def refused_when_sharded_after_merge() -> None:
+    mesh = expert_mesh("cpu", 1)["efsdp"]
+    early = build({}, {}).experts
+    early.merge()
+    fully_shard(early, mesh=mesh)
+    for call in (early.state_dict, early.unmerge):
+        with pytest.raises(ValueError, match="sharded after an adapter was merged into it"):
+            call()
 
 
 def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
@@ -172,7 +203,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 def alone(moe: dict, lora: dict | None, merged: bool = False) -> dict:
     model = build(moe, lora)
     if merged:
-        model.experts.merge()
+        model.eval().experts.merge()
     x, dout = batch()
     return step(model, x.flatten(0, 1), dout.flatten(0, 1))
 
@@ -210,7 +241,9 @@ def test_transports_have_the_same_bits(ranks, case):
 
 def test_merged_adapters(ranks):
     check([results["merged"] for results in ranks], alone({}, MORE[1], merged=True))
-    assert all(all(results["unmerged"]) for results in ranks)
+    for results in ranks:
+        assert all(results["unmerged"])
+        assert results["merged state"] and all(results["merged state"])
     assert all(all(results["saved"]) for results in ranks)
 
 
