@@ -468,10 +468,13 @@ class LoRALinear(Mergeable):
 
         The other adapters are unavailable until `unmerge`.  Until then, `state_dict` has the weight as it
         was, and loading raises ValueError.  Whatever else uses the weight, uses the merged one.
-        Raises ValueError for merged adapters.
+        Raises ValueError for merged adapters, also of another layer with the same weight, for a weight that
+        is no parameter of `base` itself, and for one that is sharded.
         """
         self.check_unmerged()
         (weight,) = self.own_weights()
+        if hasattr(weight, "placements"):
+            raise ValueError("the weight is sharded: merge the adapter before you shard the layer")
         merged = self.lora.merged(weight, number_of(adapter, self.num_adapters))
         self.keep_original()
         weight.copy_(merged)
@@ -636,9 +639,9 @@ class LoRAExperts(Mergeable, SteppedExperts):
     def merge(self, adapter: int = 0) -> None:
         """Add one adapter to the weights, in place, and keep a copy of the weights.
 
-        What `LoRALinear.merge` says of its weight is so here too.  Raises ValueError for merged adapters, for
-        weights of 4 bits, for weights that are sharded other than by experts, and for several adapters of
-        shared experts.
+        What `LoRALinear.merge` says of its weight is so here too.  Raises ValueError as it does, for weights
+        of 4 bits, for weights that are sharded other than by experts, and for several adapters of shared
+        experts.
         """
         self.check_unmerged()
         if self.dispatcher is not None and self.num_adapters > 1:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..private_api import own_parameters
+from ..private_api import in_fsdp, own_parameters
 from .experts import local_part
 
 # the layers with merged adapters, by id
@@ -27,11 +27,19 @@ class Mergeable(nn.Module):
     original: tuple[Tensor, ...] | None
 
     def own_weights(self) -> tuple[Tensor, ...]:
-        """Return the weights outside of autograd; ValueError if they have no numbers now."""
-        weights = []
+        """Return the weights outside of autograd; ValueError if what is written to them would be lost."""
+        own, weights = own_parameters(self.base), []
         for name, factors in self.merges.items():
-            weights.append(getattr(self.base, name).detach())
-            getattr(self, factors).check_present(weights[-1])
+            p = own.get(name)
+            if p is None:
+                raise ValueError(
+                    f"{name} is no parameter of the {type(self.base).__name__} itself, as with a "
+                    "parametrization, pruning or a wrapper: remove that first"
+                )
+            getattr(self, factors).check_present(p)
+            if in_fsdp(self.base) and not hasattr(p, "placements"):
+                raise ValueError(f"FSDP2 has gathered {name} for a while: call reshard() of its unit first")
+            weights.append(p.detach())
         return tuple(weights)
 
     def is_merged(self) -> bool:
@@ -41,6 +49,8 @@ class Mergeable(nn.Module):
     def check_unmerged(self) -> None:
         if self.original is not None:
             raise ValueError("an adapter is already merged: call unmerge() first")
+        if self.is_merged():
+            raise ValueError("another layer has merged an adapter into this weight: unmerge that one first")
 
     def check_loadable(self) -> None:
         if self.is_merged():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from moe_aiter import LoRAExperts, MoE, quantize
+from moe_aiter import LoRAExperts, LoRALinear, MoE, quantize
 from moe_aiter.config import interpret
 from moe_aiter.distributed import (
     ExpertParallel,
@@ -145,7 +145,7 @@ def one_rank(rank: int, folder: str) -> None:
         results["merged state"] += of_a_merged_one(model, f"{folder}/merged-{ep}", other)
     for ep in (1, 2):
         results["four bits", ep] = four_bits_with_fsdp(expert_mesh("cpu", ep), x, dout, f"{folder}/nf4-{ep}")
-    refused_when_sharded_after_merge()
+    refused_where_weights_come_and_go()
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
@@ -167,14 +167,26 @@ def of_a_merged_one(model: nn.Module, path: str, other: nn.Module) -> list[bool]
     return same + [torch.equal(other.state_dict()[name].full_tensor(), t) for name, t in want.items()]
 
 
-def refused_when_sharded_after_merge() -> None:
+def refused_where_weights_come_and_go() -> None:
+    """In what FSDP2 gathers for a while, an adapter would be lost."""
     mesh = expert_mesh("cpu", 1)["efsdp"]
+    model = build({}, {}).experts
     early = build({}, {}).experts
     early.merge()
-    fully_shard(early, mesh=mesh)
+    linear = LoRALinear(nn.Linear(H, H), rank=2)
+    for unit in (model, early, linear):
+        fully_shard(unit, mesh=mesh)
     for call in (early.state_dict, early.unmerge):
         with pytest.raises(ValueError, match="sharded after an adapter was merged into it"):
             call()
+    with pytest.raises(ValueError, match="the weight is sharded: merge the adapter before"):
+        linear.merge()
+    for unit, weight in ((model, "gate_up"), (linear, "weight")):
+        unit.unshard()
+        with pytest.raises(ValueError, match=rf"FSDP2 has gathered {weight} for a while: call reshard\(\)"):
+            unit.merge()
+        unit.reshard()
+    model.merge()
 
 
 def four_bits_with_fsdp(mesh, x, dout, path) -> dict:

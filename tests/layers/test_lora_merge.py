@@ -1,11 +1,13 @@
-"""Merged adapters: the state of the layer, and what is refused meanwhile."""
+"""Merged adapters: the state of the layer, what is refused meanwhile, and whose weights they change."""
 
 import copy
 import io
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from moe_aiter import LoRAExperts, LoRALinear, MoE, quantize
 
@@ -131,6 +133,76 @@ def test_training_a_merged_layer_is_refused(make):
     layer.unmerge()
     layer.requires_grad_(True)(*inputs).sum().backward()
     assert all(p.grad is not None for name, p in layer.named_parameters() if "lora" in name)
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def pruned(base, name):
+    torch.nn.utils.prune.l1_unstructured(base, name, amount=0.5)
+    return base
+
+
+def with_parametrization(base, name):
+    parametrize.register_parametrization(base, name, Twice())
+    return base
+
+
+def new_linear():
+    return nn.Linear(H, 10, dtype=torch.float64)
+
+
+COMPUTED = {
+    "parametrization": lambda: LoRALinear(with_parametrization(new_linear(), "weight"), rank=2),
+    "weight_norm": lambda: LoRALinear(parametrizations.weight_norm(new_linear()), rank=2),
+    "pruned": lambda: LoRALinear(pruned(new_linear(), "weight"), rank=2),
+    "gate_up": lambda: LoRAExperts(with_parametrization(make_experts({}).base, "gate_up"), rank=2),
+    "down": lambda: LoRAExperts(with_parametrization(make_experts({}).base, "down"), rank=2),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
+def test_a_weight_that_is_computed_is_not_merged_into(make):
+    layer = make().eval()
+    for name, p in layer.named_parameters():
+        p.data.add_(0.3 if "lora" in name else 0)
+    inputs = inputs_of(layer)
+    want, state = layer(*inputs), cloned(layer.state_dict())
+    with pytest.raises(ValueError, match=r"is no parameter of the .* itself"):
+        layer.merge()
+    assert torch.equal(layer(*inputs), want) and same(layer.state_dict(), state)
+
+
+@makers
+@pytest.mark.parametrize("tied", [False, True], ids=["one base", "one weight"])
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
+def test_a_weight_takes_one_adapter_at_a_time(make, tied, way):
+    a = make({}).eval()
+    base = copy.deepcopy(a.base) if tied else a.base
+    for name, p in a.base.named_parameters():
+        setattr(base, name, p)
+    b = type(a)(base, rank=1).eval()
+    for p in (*a.parameters(), *b.parameters()):
+        p.data.add_(0.1)
+    inputs, pair = inputs_of(a), nn.ModuleList([a, b])
+    want, state = [layer(*inputs) for layer in pair], cloned(pair.state_dict())
+    a.merge()
+    pair = way(pair)
+    with pytest.raises(
+        ValueError, match="another layer has merged an adapter into this weight: unmerge that"
+    ):
+        pair[1].merge()
+    with pytest.raises(ValueError, match=r"call unmerge\(\) first"):
+        pair[1].load_state_dict(pair[1].state_dict())
+    assert same(pair.state_dict(), state)
+    torch.testing.assert_close(pair[0](*inputs), want[0])
+    pair[0].unmerge()
+    pair[1].merge()
+    torch.testing.assert_close(pair[1](*inputs), want[1])
+    pair[1].unmerge()
+    assert all(torch.equal(layer(*inputs), y) for layer, y in zip(pair, want, strict=True))
 
 
 def test_a_layer_pickled_merged_before_its_state_was_that_of_before():
