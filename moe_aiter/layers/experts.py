@@ -267,10 +267,25 @@ def ids_for(module: nn.Module, adapter_ids: Tensor | None) -> tuple[Tensor, ...]
     return () if adapter_ids is None or not hasattr(module, "num_adapters") else (adapter_ids,)
 
 
+def parts_to_draw(whole: Any, path: str = "") -> list[Any]:
+    """Return the parts of a module whose `reset_parameters` draw its own; TypeError if one has none."""
+    found = [(name, part) for name in whole.drawn_parts if (part := getattr(whole, name)) is not None]
+    for name, part in found:
+        if not hasattr(part, "reset_parameters"):
+            raise TypeError(
+                f"{path}{name} is a {type(part).__name__}, which has no reset_parameters: call it before you "
+                "add adapters or quantise, or on the other parts"
+            )
+        if hasattr(part, "drawn_parts"):
+            parts_to_draw(part, f"{path}{name}.")
+    return [part for _, part in found]
+
+
 class SharedExpert(nn.Module):
     """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
 
     takes_adapter_ids = True  # which torch's wrappers of modules have as well
+    drawn_parts = "gate_up", "down", "gate"
 
     def __init__(
         self, hidden: int, intermediate: int, *, activation: str = "swiglu", bias: bool = False,
@@ -287,9 +302,9 @@ class SharedExpert(nn.Module):
         self.gate = nn.Linear(hidden, 1, bias=False, **where) if gate else None
 
     def reset_parameters(self) -> None:
-        for part in (self.gate_up, self.down, self.gate):
-            if part is not None:
-                part.reset_parameters()
+        """Draw every parameter anew; TypeError, and nothing is changed, if a part cannot."""
+        for part in parts_to_draw(self):
+            part.reset_parameters()
 
     def forward(self, x: Tensor, adapter_ids: Tensor | None = None) -> Tensor:
         """(T, H) -> (T, H); layers with adapters get `adapter_ids` (T,)."""

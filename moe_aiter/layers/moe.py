@@ -34,7 +34,7 @@ from ..routing.router import Router, Routing, hide, without_padding
 from ..routing.zero_compute import ZeroCompute, rows_of
 from .auxiliary import AuxLosses
 from .dense_gradient import with_dense_gradient
-from .experts import Experts, apply_linear, ids_for, new_latent, new_shared
+from .experts import Experts, apply_linear, ids_for, new_latent, new_shared, parts_to_draw
 
 COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
 # as they are here: a class can be given another `forward` later
@@ -108,6 +108,8 @@ class MoE(nn.Module):
     routes: Any = None  # records or replays routes, while `record_routes` or `replay_routes` is open
     _loss_scale: Tensor | None = None  # None is 1
     batch_invariant: bool = False  # of a layer that 0.2 pickled
+
+    drawn_parts = "router", "experts", "to_latent", "from_latent", "shared"
 
     @checked
     def __init__(
@@ -208,11 +210,13 @@ class MoE(nn.Module):
         return vars(self) | {"global_balance_group": getattr(group, "group_name", group)}
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew; after `to_empty`, say."""
-        parts: tuple[Any, ...] = (self.router, self.experts, self.to_latent, self.from_latent, self.shared)
-        for part in parts:
-            if part is not None:
-                part.reset_parameters()
+        """Draw every parameter anew; after `to_empty`, say.
+
+        Raises TypeError, and changes nothing, if a part has no `reset_parameters`, as adapters and weights of
+        4 or 8 bits have none.
+        """
+        for part in parts_to_draw(self):
+            part.reset_parameters()
         for counts in (self.load, self.margins):
             if counts is not None:
                 counts.zero_()

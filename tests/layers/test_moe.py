@@ -8,6 +8,7 @@ import torch
 from check import assert_as_good_as_torch, with_gradients
 from layers.double_loop import ACTIVATIONS, moe_loop
 
+from moe_aiter import LoRAExperts, LoRALinear, quantize
 from moe_aiter.layers.moe import MoE
 from moe_aiter.routing.losses import load_balance_loss, load_statistics, z_loss
 from moe_aiter.routing.router import Router
@@ -251,6 +252,46 @@ def test_from_the_meta_device(device):
     for p in moe.parameters():
         assert 0 < p.abs().max() <= 1
     compare(moe, torch.randn(T, H, device=device))
+
+
+def adapted(moe, name):
+    owner, _, last = name.rpartition(".")
+    setattr(moe.get_submodule(owner), last, LoRALinear(moe.get_submodule(name), rank=2))
+
+
+def with_adapted_experts(moe):
+    moe.experts = LoRAExperts(moe.experts, rank=2)
+
+
+def merged(moe):
+    with_adapted_experts(moe)
+    moe.experts.merge()
+
+
+NOT_DRAWN = {
+    "lora": (with_adapted_experts, "experts is a LoRAExperts"),
+    "merged": (merged, "experts is a LoRAExperts"),
+    **{
+        name: (lambda moe, name=name: adapted(moe, name), f"{name} is a LoRALinear")
+        for name in ("to_latent", "from_latent", "shared.gate_up", "shared.down", "shared.gate")
+    },
+    "nf4": (lambda moe: quantize(moe, "nf4"), "experts is a FourBitExperts"),
+    "int8": (lambda moe: quantize(moe, "int8"), "experts is a QuantizedExperts"),
+}
+
+
+@pytest.mark.parametrize("change, message", NOT_DRAWN.values(), ids=NOT_DRAWN)
+def test_all_parts_are_drawn_anew_or_none(change, message):
+    moe = MoE(64, 64, 2, 1, latent=64, shared_intermediate=64, shared_gate=True, selection_bias=True)
+    moe = change(moe) or moe
+    moe.load.fill_(3)
+    before = {name: t.clone() for name, t in [*moe.state_dict().items(), *moe.named_buffers()]}
+    for part, name in ((moe, message), (moe.shared, message.removeprefix("shared."))):
+        if part is moe or "shared." in message:
+            with pytest.raises(TypeError, match=f"{name}, which has no reset_parameters: call it before"):
+                part.reset_parameters()
+    for name, t in [*moe.state_dict().items(), *moe.named_buffers()]:
+        assert torch.equal(t, before[name]), name
 
 
 def test_casts(device):
