@@ -369,7 +369,7 @@ class LoRALinear(Mergeable):
         for each segment.  -1 means no adapter.  A layer with a single adapter needs no `adapter_ids`.
         Raises ValueError for shapes that do not fit, and for `adapter_ids` after `merge`; TypeError for
         dtypes; with MOE_AITER_DEBUG=1 also ValueError for `adapter_ids` of adapters that are not there.
-        After `merge`, in training, ValueError if the adapters require gradients: they would get none.
+        After `merge`, adapters get no gradients: in training mode a warning says so.
         """
         self.check_trains()
         check_tensor("x", x)
@@ -565,8 +565,8 @@ class LoRAExperts(Mergeable, SteppedExperts):
         `adapter_ids`, int32 or int64: -1 means no adapter.  A single adapter needs none.
         Raises ValueError for shapes that do not fit, for `adapter_ids` after `merge` and, of a single
         adapter, with DoRA or with shared experts; TypeError for dtypes; with MOE_AITER_DEBUG=1 also
-        ValueError for an adapter that is not there.  After `merge`, in training, ValueError if the adapters
-        require gradients: they would get none.
+        ValueError for an adapter that is not there.  After `merge`, adapters get no gradients: in training
+        mode a warning says so.
         """
         self.check_trains()
         if within is None:

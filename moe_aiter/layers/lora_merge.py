@@ -1,5 +1,6 @@
 """Adapters merged into the weights of a layer, and what the layer's state is then."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -57,16 +58,18 @@ class Mergeable(nn.Module):
             raise ValueError("an adapter is merged into the weights: call unmerge() first, and load then")
 
     def check_trains(self) -> None:
-        """Raise ValueError if training would change nothing, since an adapter is merged."""
+        """Warn if training would not change the adapters, since one is merged."""
         if self.original is None or not (self.training and torch.is_grad_enabled()):
             return
         parameters = [own_parameters(self.base).get(name) for name in self.merges]
         for name in self.merges.values():
             parameters += getattr(self, name).parameters()
-        if any(p is not None and p.requires_grad for p in parameters):
-            raise ValueError(
-                "an adapter is merged into the weights, so training would not change it: call unmerge() "
-                "first; or, to use the merged weights, eval() or requires_grad_(False)"
+        train = any(p is not None and p.requires_grad for p in parameters)
+        if train and not torch.compiler.is_compiling():
+            warnings.warn(
+                "an adapter is merged into the weights, so training does not change it: call unmerge() first "
+                "or, to use the merged weights, eval() or requires_grad_(False)",
+                stacklevel=3,
             )
 
     def keep_original(self) -> tuple[Tensor, ...]:

@@ -114,7 +114,7 @@ def one_rank(rank: int, folder: str) -> None:
     model = shared({}, MORE[1], {})
     before = [w.to_local().clone() for w in (model.experts.base.gate_up, model.experts.base.down)]
     model.experts.merge()
-    results["merged"] = step(model.eval(), x, dout)
+    results["merged"] = step(model, x, dout)
     results["merged state"] = of_a_merged_one(
         model.experts, f"{folder}/merged", shared({}, MORE[1], {}).experts
     )
@@ -140,7 +140,7 @@ def one_rank(rank: int, folder: str) -> None:
         model = parallelize(nn.Sequential(build(*MORE)), expert_mesh("cpu", ep))
         results["fsdp", ep] = step(model, x, dout)
         model[0].experts.merge()
-        results["merged fsdp", ep] = model.eval()(x).detach()
+        results["merged fsdp", ep] = model(x).detach()
         other = parallelize(nn.Sequential(build(*MORE)), expert_mesh("cpu", ep))
         results["merged state"] += of_a_merged_one(model, f"{folder}/merged-{ep}", other)
     for ep in (1, 2):

@@ -248,7 +248,7 @@ def test_dora_of_several_ranks():
 
 
 def test_merge_of_one_adapter():
-    layer, inputs = experts().eval(), routed()
+    layer, inputs = experts(), routed()
     expected = layer(*inputs, torch.full((5,), 1))
     layer.merge(1)
     torch.testing.assert_close(layer(*inputs), expected)
