@@ -19,6 +19,7 @@ OURS = [
     "call set_aux_loss(model, 'return')",
     "is no folder that save_sharded has written",
     "has no state of an optimizer: load the model alone",
+    "here: make the model in the format that was saved",
     "has state that the optimizer has no place for",
 ]
 

@@ -29,6 +29,7 @@ from ..kernels.dense.tuned_gemm import PARAMETERS, NotSupportedError, tuned_gemm
 from ..private_api import LINEAR, own_buffers, own_parameters, version_of
 from ..tuning.aiter_csv import GemmKey, find_tuned, this_device
 from ..tuning.choice import measured
+from .loading import Loading
 
 HALVES = (torch.bfloat16, torch.float16)
 BUFFER = "_preshuffled_weight"
@@ -287,14 +288,15 @@ def takes_shuffled(rows: int, weight: Tensor) -> bool:
 # a shuffled weight as a module, which knows that it is one
 
 
-class ShuffledWeight(nn.Module):
+class ShuffledWeight(Loading):
     """`weight` (..., N, K) as `shuffle_weight` orders it, in the buffer `shuffled`; it is not trained.
 
     A tensor's attribute `is_shuffled` is lost by most operations; a module's type is not.  Copies, moves and
     state dicts keep the order, and a cast to elements of another size shuffles again, as it must.  `deepgemm`
     takes it for its `WQ`.
 
-    Raises what `shuffle_weight` does, and ValueError for a state dict with another order.
+    Raises what `shuffle_weight` does, ValueError for a state dict with another order, and RuntimeError for
+    one with codes of another dtype.
     """
 
     is_shuffled = True

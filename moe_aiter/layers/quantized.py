@@ -38,6 +38,7 @@ from .attached import Attachment
 from .experts import Experts, WithOptions
 from .four_bit import FourBitExperts, to_four_bits
 from .fuse import FusedLinear, FusedPart
+from .loading import Loading
 from .lora import LoRAExperts, LoRALinear
 from .optimized import OptimizedMoELayer
 
@@ -53,10 +54,11 @@ PRODUCTS = torch.float16, torch.bfloat16, torch.float32
 # layers
 
 
-class Quantized(nn.Module):
+class Quantized(Loading):
     """The base of converted layers: `dtype`, one of FORMATS, and weights that keep their dtype.
 
-    `.to(dtype)`, `.half()` and the like change the dtype of biases alone.
+    `.to(dtype)`, `.half()` and the like change the dtype of biases alone.  A state with weights of another
+    format is refused.
     """
 
     dtype: str

@@ -50,6 +50,19 @@ def test_a_state_in_another_order_is_refused():
             module.load_state_dict(other.state_dict())
 
 
+def test_a_state_with_codes_of_another_dtype_is_refused():
+    """The order of 8-bit elements is the same for all of them."""
+    codes = torch.randint(-100, 100, (32, 64), dtype=torch.int8)
+    module = ShuffledWeight(codes)
+    for other in (codes.view(torch.uint8), codes.view(torch.float8_e4m3fn)):
+        with pytest.raises(RuntimeError, match=r"shuffled is .* in the state and torch\.int8 here"):
+            module.load_state_dict(ShuffledWeight(other).state_dict(), strict=False)
+    assert torch.equal(module.unshuffled(), codes)
+    wide = ShuffledWeight(torch.zeros(32, 64).bfloat16())
+    wide.load_state_dict(ShuffledWeight(torch.ones(32, 64).half()).state_dict())
+    assert wide.shuffled.dtype == torch.bfloat16 and wide.shuffled.all()
+
+
 def test_deepgemm_takes_it():
     x, w, rows = torch.randn(2, 8, 64), torch.randn(2, 32, 64), torch.tensor([8, 3])
     out, expected = torch.zeros(2, 8, 32), torch.zeros(2, 8, 32)

@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_aiter import Experts, OptimizedMoELayer, make_plan, quantize
 
-from .test_quantized import WEIGHTS, every_dtype
+from .test_quantized import DTYPES, WEIGHTS, every_dtype
 
 E, H, I, T = 4, 16, 8, 5  # noqa: E741
 KINDS = {
@@ -134,3 +134,27 @@ def test_on_meta_it_says_shape_and_dtype(dtype, kind):
             given = inputs(kind, T, of_x)
             y = layer(*map(on_meta, given))
             assert y.is_meta and (y.shape, y.dtype) == (before(*given).shape, of_x)
+
+
+@every_dtype
+@pytest.mark.parametrize("other", [*DTYPES, None])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("way", ["copied", "assigned", "assigned on meta"])
+@pytest.mark.pairwise
+def test_weights_of_another_format_are_refused(dtype, other, kind, strict, way):
+    """None is a state of what was not quantised; torch casts floats of 16 bits and more."""
+    layer = KINDS[kind]()
+    state = (layer if other is None else quantize(layer, other)).state_dict()
+    if kind == "optimized" and other is None:
+        state = {{"w1": "gate_up", "w2": "down"}[name]: w.mT for name, w in state.items()}
+    meta, assign = way == "assigned on meta", way != "copied"
+    fresh = quantize(KINDS[kind](), dtype).to("meta" if meta else "cpu")
+    before = {name: t.clone() for name, t in fresh.state_dict().items()}
+    if other == dtype or {other, dtype} <= {"fp16", "bf16", None}:
+        fresh.load_state_dict(state, strict=strict, assign=assign)
+        return
+    with pytest.raises(RuntimeError, match="make the model in the format that was saved"):
+        fresh.load_state_dict(state, strict=strict, assign=assign)
+    for name, t in fresh.state_dict().items():
+        assert t.dtype == before[name].dtype and (meta or torch.equal(t, before[name]))
