@@ -20,6 +20,7 @@ OURS = [
     "is no folder that save_sharded has written",
     "has no state of an optimizer: load the model alone",
     "here: make the model in the format that was saved",
+    "is saved, but the model's … has no place for it",
     "has state that the optimizer has no place for",
 ]
 

@@ -7,13 +7,14 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     FileSystemReader,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import (
     ReadItem,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,16 +33,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..files import UNFINISHED, AnyPath, draft_of, need, opened, remove, sync
 from ..kernels.base.check import checked
+from ..layers.experts import local_part
+from ..layers.four_bit import FourBitWeight
+from ..layers.loading import Loading
+from ..private_api import WRAPPERS, own_buffers, own_modules, own_parameters
 from .metadata import METADATA, read_metadata
 
 # by parameter, not by group: a group has the parameters of one mesh, and other ranks have other meshes
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 T = TypeVar("T")
-MOMENTS = "optimizer."  # how the keys of an optimizer's state begin
+WEIGHTS, MOMENTS = "model.", "optimizer."  # how the keys of a model's and an optimizer's state begin
 
 
 @checked
@@ -88,17 +95,19 @@ def save_sharded(
 def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load what `save_sharded` wrote into `model` and `optimizer`, on any number of ranks and any mesh.
 
-    All ranks must call it.  Tensors that the model does not have are left out.  A parameter without state in
-    the files, such as one that never had a gradient, has none afterwards.  Settings that the files lack, such
-    as the learning rate of a parameter that was frozen, are those of its group.  State that has no place any
-    more is left out, with a UserWarning that names it.
+    All ranks must call it.  Modules that the model does not have are left out, and buffers that a module does
+    not save any more.  A parameter without state in the files, such as one that never had a gradient, has
+    none afterwards.  Settings that the files lack, such as the learning rate of a parameter that was frozen,
+    are those of its group.  State of the optimizer that has no place any more is left out, with a UserWarning
+    that names it.
 
     Nothing is run: the metadata may name torch's own classes only, and shards are read with weights_only=True
     from plain files in the folder.
     Raises FileNotFoundError if `path` is no such folder; ValueError or OSError if its metadata is damaged, or
     names files that are cut off, missing, no plain ones or out of the folder, or if it has no state of an
-    optimizer; those or RuntimeError if it lacks a tensor of the model, or if shards are damaged.  Model and
-    optimizer may be partly loaded then.
+    optimizer, or a tensor for which a module of the model has no place, or weights of another format; those
+    or RuntimeError if it lacks a tensor of the model, or if shards are damaged.  Model and optimizer may be
+    partly loaded then.
     """
     path = Path(path)
 
@@ -108,9 +117,10 @@ def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = 
         return read_metadata(path)
 
     metadata = on_first_rank(read)
+    fitted = fit(model, metadata)
     if optimizer is None:
         state = state_dicts(model, None)
-        read_into(state, path, metadata)
+        read_into(state, fitted, path, metadata)
         set_model_state_dict(model, state["model"], options=OPTIONS)
         return
     saved = {key.removeprefix(MOMENTS) for key in metadata.state_dict_metadata if key.startswith(MOMENTS)}
@@ -127,7 +137,7 @@ def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = 
         unsaved = {f"state.{name}" for name in named["state"]} - there
         missing = {k for k in moments.keys() - saved if is_setting(k) or not unsaved.isdisjoint(starts(k))}
         state["optimizer"] = {key: value for key, value in moments.items() if key not in missing}
-        read_into(state, path, metadata)
+        read_into(state, fitted, path, metadata)
         moments |= state["optimizer"]
         for group in named["param_groups"]:
             share_settings(moments, group, saved)
@@ -142,10 +152,76 @@ def load_sharded(path: AnyPath, model: nn.Module, optimizer: Optimizer | None = 
                     optimizer.state.pop(parameter, None)
 
 
-def read_into(state: dict[str, Any], path: Path, metadata: Metadata) -> None:
+class Saved(NamedTuple):
+    """What the metadata says of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Fitted(NamedTuple):
+    """A model that has made room for what is saved."""
+
+    modules: dict[str, nn.Module]  # by the names of states, each with a dot behind it
+    saved: dict[str, Saved]
+    problems: list[str]
+    shared: dict[str, dict[str, Tensor]]  # NF4's scales that ranks share: the form that is saved
+
+
+def fit(model: nn.Module, metadata: Metadata) -> Fitted:
+    """Make room for what is saved: torch reads into what is there, before it calls load_state_dict."""
+    saved = {
+        key.removeprefix(WEIGHTS): Saved(tensor.size, tensor.properties.dtype)
+        for key, tensor in metadata.state_dict_metadata.items()
+        if key.startswith(WEIGHTS) and isinstance(tensor, TensorStorageMetadata)
+    }
+    fitted = Fitted(dict(by_saved_name(model)), saved, [], {})
+    for start, module in fitted.modules.items():
+        if isinstance(module, FourBitWeight) and module.is_shared and module.has_other_scales(saved, start):
+            fitted.shared[start] = module.room_for_scales(double=True)
+        elif isinstance(module, Loading):
+            fitted.problems.extend(module.fit(saved, start))
+    return fitted
+
+
+def by_saved_name(module: nn.Module, start: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules by the names of states, which leave out torch's wrappers, before what they wrap."""
+    yield start, module
+    for name, child in own_modules(module).items():
+        if child is not None:
+            wraps = name in WRAPPERS or isinstance(module, DistributedDataParallel)
+            yield from by_saved_name(child, start if wraps else f"{start}{name}.")
+
+
+def without_place(fitted: Fitted, weights: dict[str, Any]) -> Iterator[str]:
+    """Yield why tensors have no place in modules that are there, and that have tensors at all."""
+    for key in sorted(fitted.saved.keys() - weights.keys()):
+        path, _, name = key.rpartition(".")
+        module = fitted.modules.get(f"{path}." if path else "")
+        if module is None or not any(True for _ in chain(module.parameters(), module.buffers())):
+            continue
+        if (own_parameters(module) | own_buffers(module)).get(name) is None:
+            kind = type(module).__name__
+            yield (
+                f"{key} is saved, but the model's {kind} has no place for it: make the model with the "
+                "options of the one that was saved"
+            )
+
+
+def read_into(state: dict[str, Any], fitted: Fitted, path: Path, metadata: Metadata) -> None:
     """Read what `state` has, in place."""
+    own = state["model"]
+    parts = {f"{start}{name}": t for start, of in fitted.shared.items() for name, t in of.items()}
+    state["model"] = own | parts
+    problems = [*fitted.problems, *without_place(fitted, state["model"])]
     with plain_words():
-        dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner())
+        dcp.load(state, storage_reader=Reader(path, metadata), planner=Planner(problems))
+    state["model"] = {key: own[key] if key in parts else t for key, t in state["model"].items() if key in own}
+    for start, of in fitted.shared.items():
+        module = fitted.modules[start]
+        assert isinstance(module, FourBitWeight)
+        local_part(own[f"{start}scales"]).copy_(module.own_scales(**of))
+        own[f"{start}table"].copy_(of["table"][: len(own[f"{start}table"])])
 
 
 @contextlib.contextmanager
@@ -195,7 +271,20 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner, but what is no tensor is numbers, texts and lists of them: torch's unpickles all."""
+    """torch's planner, but what is no tensor is numbers, texts and lists of them: torch's unpickles all.
+
+    `problems` of this rank are raised on all ranks, before anything is read.
+    """
+
+    def __init__(self, problems: list[str]):
+        super().__init__()
+        self.problems = problems
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.problems:
+            more = f" (and {len(self.problems) - 1} more)" if self.problems[1:] else ""
+            raise ValueError(self.problems[0] + more)
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

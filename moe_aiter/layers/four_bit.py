@@ -23,12 +23,14 @@ from ..kernels.quantize.four_bit import (
     check_four_bit,
     packed_codes,
     quantized,
+    single_scales,
     unpacked,
 )
 from ..private_api import own_parameters
 from ..routing.plan import RoutePlan
 from .by_step import Projection, experts_by_step
 from .experts import SteppedExperts, Weights, WithOptions, local_part
+from .loading import Loading
 
 PARTS = "packed", "scales", "nested", "offset", "table"
 AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where AutoAWQ keeps each of 8 outputs, in the order of the bits
@@ -37,7 +39,7 @@ SYMMETRIC = 8  # the zero point of a symmetric weight, in every group
 STATE = "quant_state.bitsandbytes__nf4"  # JSON in a tensor of bytes
 
 
-class FourBitWeight(nn.Module):
+class FourBitWeight(Loading):
     """A frozen weight (E, out, in) of 4 bits: its codes and scales as buffers.
 
     `format`: "nf4", "mxfp4" or "int4".  Buffers: packed (E, out, in / 2) uint8, two codes in a byte; scales
@@ -82,17 +84,43 @@ class FourBitWeight(nn.Module):
             t = getattr(weight, name)
             setattr(self, name, t if t is None or name == "table" else shard(t))
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        if self.format == "nf4" and not hasattr(self.packed, "placements"):
-            self.take_scales(*(state_dict.get(f"{prefix}{name}") for name in PARTS[1:]))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def has_other_scales(self, state: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a state of NF4 has scales of this weight in the other form, float32 or double-quantised."""
+        saved: Any = state.get(f"{prefix}scales")
+        if self.format != "nf4" or getattr(saved, "shape", None) != self.scales.shape:
+            return False
+        return bool((saved.dtype == torch.uint8) != (self.scales.dtype == torch.uint8))
 
-    def take_scales(self, scales: Tensor | None, *rest: Tensor | None) -> None:
-        """Make room for scales of a state that `shard` has saved, float32, or for double-quantised ones."""
-        if scales is not None and scales.shape == self.scales.shape and scales.dtype != self.scales.dtype:
-            self.scales = torch.empty_like(self.scales, dtype=scales.dtype)
-            for name, t in zip(PARTS[2:], rest, strict=True):
-                setattr(self, name, None if t is None else torch.empty_like(t, device=self.packed.device))
+    def make_room(self, state: Mapping[str, Any], prefix: str) -> None:
+        if self.has_other_scales(state, prefix) and not self.is_shared:
+            parts = self.room_for_scales(double=self.scales.dtype != torch.uint8)
+            for name in PARTS[1:]:
+                setattr(self, name, parts.get(name))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks share the experts: then scales of NF4 are float32, see `shard`."""
+        return hasattr(self.packed, "placements")
+
+    def room_for_scales(self, double: bool) -> dict[str, Tensor]:
+        """Return tensors for NF4's scales, shared as `scales` are, and for what belongs to them, whole."""
+        sizes = {"table": 16 + 256 * double}
+        if double:
+            sizes |= {"nested": -(-self.scales.numel() // NESTED), "offset": len(self.scales)}
+        scales = torch.empty_like(self.scales, dtype=torch.uint8 if double else torch.float32)
+        device = self.packed.device
+        return {"scales": scales} | {n: torch.empty(size, device=device) for n, size in sizes.items()}
+
+    def own_scales(self, scales: Tensor, nested: Tensor, offset: Tensor, table: Tensor) -> Tensor:
+        """Return this rank's part in float32 of double-quantised scales of all experts, which ranks share."""
+        from torch.distributed.tensor import distribute_tensor
+
+        numbers, experts = local_part(scales), torch.arange(len(scales), device=scales.device)
+        mesh, placements = scales.device_mesh, scales.placements  # type: ignore[attr-defined]  # a DTensor's
+        experts = local_part(distribute_tensor(experts, mesh, placements, src_data_rank=None))
+        each = scales.shape[1] * scales.shape[2]
+        blocks = experts[:, None] * each + torch.arange(each, device=scales.device)
+        return single_scales(numbers, nested[blocks // NESTED].view_as(numbers), offset[experts], table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FourBitWeight":
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype

@@ -44,6 +44,7 @@ from ..routing.plan import RoutePlan, make_plan, permute, unpermute
 from .by_step import LowRank, Projection, by_adapter, experts_by_step, low_rank, split_plan, spread
 from .experts import Experts, SteppedExperts, Weights, Within, apply_linear, is_hooked, local_part, through
 from .four_bit import FourBitExperts
+from .loading import Loading
 from .lora_merge import Mergeable
 from .lora_peft import check_alpha, copy_in, factors_of_all_experts, load_stacked, number_of, rank_in
 
@@ -54,7 +55,7 @@ FEW_ROWS = 256  # up to which each is a segment of its own; more are sorted by a
 # the factors
 
 
-class LoRAFactors(nn.Module):
+class LoRAFactors(Loading):
     """`count` pairs A (count, r, in) and B (count, out, r), and with `dora` their magnitudes (count, out).
 
     A begins as nn.Linear's weights do, B with zeros.  In training, each number of A's input is dropped
@@ -266,12 +267,11 @@ class LoRAFactors(nn.Module):
         """Whether adapters differ in rank or scaling as they were made."""
         return len({*zip(self.ranks, self.alphas, strict=True)}) > 1
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        if f"{prefix}scales" in state_dict:
+    def make_room(self, state: Mapping[str, Any], prefix: str) -> None:
+        if f"{prefix}scales" in state:
             self.scales = self.first_scales() if self.scales is None else self.scales
-        elif f"{prefix}A" in state_dict and not self.differ():
+        elif f"{prefix}A" in state and not self.differ():
             self.scales = None  # an adapter of a smaller rank was loaded, and the state is of before
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "ranks" not in state:  # pickled before adapters had ranks of their own

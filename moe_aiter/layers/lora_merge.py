@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from ..private_api import in_fsdp, own_parameters
 from .experts import local_part
+from .loading import Loading
 
+MERGED_FIRST = "an adapter is merged into the weights: call unmerge() first, and load then"
 # the layers with merged adapters, by id
 MERGED: "weakref.WeakValueDictionary[int, Mergeable]" = weakref.WeakValueDictionary()
 
 
-class Mergeable(nn.Module):
+class Mergeable(Loading):
     """A module with adapters that can be merged into the weights of its submodule `base`.
 
     `merges` names these weights, and the module's `LoRAFactors` for each.  `original` has copies of the
@@ -55,7 +57,7 @@ class Mergeable(nn.Module):
 
     def check_loadable(self) -> None:
         if self.is_merged():
-            raise ValueError("an adapter is merged into the weights: call unmerge() first, and load then")
+            raise ValueError(MERGED_FIRST)
 
     def check_trains(self) -> None:
         """Warn if training would not change the adapters, since one is merged."""
@@ -103,9 +105,15 @@ class Mergeable(nn.Module):
                 state[key] = before
         return state
 
+    def fit(self, state: Mapping[str, Any], prefix: str) -> list[str]:
+        return [MERGED_FIRST] if self.refuses(state, prefix) else super().fit(state, prefix)
+
+    def refuses(self, state: Mapping[str, Any], prefix: str) -> bool:
+        return self.is_merged() and any(key.startswith(prefix) for key in state)
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        if any(key.startswith(prefix) for key in state_dict):
-            self.check_loadable()
+        if self.refuses(state_dict, prefix):
+            raise ValueError(MERGED_FIRST)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Mergeable":

@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hostile import error_of, no_file, pickles
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from moe_aiter import MoE
+from moe_aiter import LoRAExperts, LoRALinear, MoE, fuse_qkv, quantize
 from moe_aiter.distributed import load_sharded, save_sharded
 from moe_aiter.optim import Muon, muon_groups
 
@@ -204,6 +205,149 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path):
         warnings.simplefilter("ignore")
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "saved")
     assert_same(model, optimizer, *again(tmp_path / "saved", adamw))
+
+
+def adapters(smaller=False, seed=0, dora=False):
+    """A layer with adapters, in experts too; with `smaller` one of each is of a smaller rank."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(LoRALinear(nn.Linear(8, 8), 2, rank=4), MoE(8, 4, num_experts=4, top_k=2))
+    model[1].experts = LoRAExperts(model[1].experts, *([] if dora else [2]), rank=4, dora=dora)
+    for name, p in model.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(p)
+    if smaller:
+        small = LoRALinear(nn.Linear(8, 8), rank=2)
+        model[0].load_peft_state_dict(small.peft_state_dict(), adapter=1, alpha=16)
+        small = LoRAExperts(MoE(8, 4, num_experts=4, top_k=2).experts, rank=3)
+        model[1].experts.load_peft_state_dict(small.peft_state_dict(), adapter=0, alpha=5)
+    return model
+
+
+def assert_same_state(model, other):
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert {n: t.dtype for n, t in mine.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert all(torch.equal(t, theirs[name]) for name, t in mine.items())
+
+
+WRAPPED = {
+    "alone": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "checkpointed": lambda model: nn.Sequential(*map(checkpoint_wrapper, model)),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("smaller", [False, True])
+def test_adapters_bring_their_ranks_and_scalings(smaller, wrapped, trained, tmp_path):
+    model, other = adapters(smaller), adapters(not smaller, seed=1)
+    save_sharded(tmp_path / "saved", model, *([adamw(model)] if trained else []))
+    other_wrapped = WRAPPED[wrapped](other)
+    load_sharded(tmp_path / "saved", other_wrapped, *([adamw(other_wrapped)] if trained else []))
+    assert any("scales" in name for name in other.state_dict()) == smaller
+    assert_same_state(model, other)
+    x, ids = torch.randn(5, 8), torch.tensor([0, 1, -1, 1, 0])
+    for layer, theirs in zip(model, other, strict=True):
+        assert torch.equal(layer(x, adapter_ids=ids), theirs(x, adapter_ids=ids))
+
+
+def four_bits(format, seed=0, single=False):
+    """Experts of 4 bits; with `single`, NF4's scales are float32, as where ranks share the experts."""
+    torch.manual_seed(seed)
+    model = quantize(MoE(128, 128, num_experts=3, top_k=2), format)
+    for weight in model.experts.owners() if single else ():
+        weight.shard(lambda t: t)
+    return model
+
+
+@pytest.mark.parametrize("single", [(False, False), (False, True), (True, False), (True, True)])
+def test_scales_of_nf4_come_in_the_form_that_was_saved(single, tmp_path):
+    model, other = (four_bits("nf4", seed, of) for seed, of in enumerate(single))
+    save_sharded(tmp_path / "saved", model)
+    load_sharded(tmp_path / "saved", other)
+    assert_same_state(model, other)
+    x = torch.randn(5, 128)
+    assert torch.equal(model(x), other(x))
+
+
+FORMATS = "int8", "fp8", "fp16", "bf16", "nf4", "mxfp4", "int4"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("to", [*FORMATS, None])
+def test_weights_of_another_format_are_refused(to, form, tmp_path):
+    """Floats of 16 bits are cast, as load_state_dict does."""
+    model, other = MoE(128, 128, num_experts=3, top_k=2), MoE(128, 128, num_experts=3, top_k=2)
+    model, other = quantize(model, form), other if to is None else quantize(other, to)
+    save_sharded(tmp_path / "saved", model)
+    if form == to or {form, to} <= {"fp16", "bf16", None}:
+        load_sharded(tmp_path / "saved", other)
+        x = torch.randn(5, 128)
+        torch.testing.assert_close(model(x), other(x), rtol=1e-2, atol=1e-2)
+        return
+    before = {name: t.clone() for name, t in other.state_dict().items()}
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        load_sharded(tmp_path / "saved", other)
+    assert "\n" not in str(caught.value)
+    if {form, to} <= {"int8", "fp8", "fp16", "bf16"}:
+        assert "make the model in the format that was saved" in str(caught.value)
+    assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, persistent):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("turns", torch.ones(2), persistent=persistent)
+
+
+OPTIONS = {  # what was saved, what it is loaded into, and the tensor that has no place
+    "bias": (lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False), "bias"),
+    "selection bias": (
+        lambda: MoE(8, 4, num_experts=4, top_k=2, selection_bias=True),
+        lambda: MoE(8, 4, num_experts=4, top_k=2),
+        "router.selection_bias",
+    ),
+    "experts' bias": (
+        lambda: MoE(8, 4, num_experts=4, top_k=2, bias=True),
+        lambda: MoE(8, 4, num_experts=4, top_k=2),
+        "experts.down_bias",
+    ),
+    "dora": (
+        lambda: adapters(dora=True)[1].experts,
+        lambda: LoRAExperts(MoE(8, 4, num_experts=4, top_k=2).experts, rank=4),
+        "down_lora.magnitude",
+    ),
+    "fused": (
+        lambda: nn.ModuleList(linears(True)),
+        lambda: nn.ModuleList(fuse_qkv(*linears(False))),
+        "0.bias",
+    ),
+}
+
+
+def linears(bias):
+    return [nn.Linear(4, 4, bias=bias) for _ in range(3)]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("below", [False, True])
+def test_a_tensor_without_a_place_in_its_module_is_refused(below, option, tmp_path):
+    saved, loaded, name = OPTIONS[option]
+    model, other = saved(), loaded()
+    if below:
+        model, other, name = nn.ModuleDict({"it": model}), nn.ModuleDict({"it": other}), f"it.{name}"
+    save_sharded(tmp_path / "saved", model)
+    with pytest.raises(ValueError, match=rf"^{name} is saved, but the model's \w+ has no place for it"):
+        load_sharded(tmp_path / "saved", other)
+
+
+def test_modules_and_buffers_that_the_model_has_not_are_left_out(tmp_path):
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2), WithBuffer(True), nn.Linear(4, 4)])
+    save_sharded(tmp_path / "saved", model)
+    other = nn.ModuleList([nn.Linear(4, 4), nn.Identity(), WithBuffer(False)])
+    load_sharded(tmp_path / "saved", other)
+    assert torch.equal(model[0].weight, other[0].weight)
 
 
 def plant(folder, key: str, content: bytes) -> None:

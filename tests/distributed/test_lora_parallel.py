@@ -44,6 +44,7 @@ CASES = {  # of the MoE, its adapters and the dispatcher
 }
 THROUGH_MEMORY = "lora", "dora", "windows", "several", "nf4"
 FROZEN = {"format": "nf4", "bias": True}, None
+SMALLER = {"format": "nf4"}, {"num_adapters": 2}  # with an adapter of a smaller rank
 
 
 def build(moe: dict, lora: dict | None, num_experts: int = E) -> MoE:
@@ -146,6 +147,16 @@ def one_rank(rank: int, folder: str) -> None:
     for ep in (1, 2):
         results["four bits", ep] = four_bits_with_fsdp(expert_mesh("cpu", ep), x, dout, f"{folder}/nf4-{ep}")
     refused_where_weights_come_and_go()
+    for ep in (1, 2):
+        model = parallelize(smaller_rank(6), expert_mesh("cpu", ep))
+        save_sharded(f"{folder}/ranks-{ep}", model)
+        results["loaded", ep] = loaded(
+            parallelize(smaller_rank(6, False), expert_mesh("cpu", ep)), f"{folder}/one"
+        )
+    model = nn.parallel.DistributedDataParallel(smaller_rank(6, False))
+    load_sharded(f"{folder}/one", model)
+    results["loaded", "ddp"] = dict(model.module.state_dict()) | {"shared": False}
+    save_sharded(f"{folder}/ranks-ddp", model)
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
@@ -158,11 +169,13 @@ def of_a_merged_one(model: nn.Module, path: str, other: nn.Module) -> list[bool]
     want = {name: t.full_tensor() for name, t in other.state_dict().items() if hasattr(t, "placements")}
     same = [torch.equal(model.state_dict()[name].full_tensor(), t) for name, t in want.items()]
     save_sharded(path, model)
-    with pytest.raises(ValueError, match=r"call unmerge\(\) first, and load then"):
-        load_sharded(path, model)
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
+    save_sharded(f"{path}-zeros", other)
+    with pytest.raises(ValueError, match=r"call unmerge\(\) first, and load then"):
+        load_sharded(f"{path}-zeros", model)
+    same += [torch.equal(model.state_dict()[name].full_tensor(), t) for name, t in want.items()]
     load_sharded(path, other)
     return same + [torch.equal(other.state_dict()[name].full_tensor(), t) for name, t in want.items()]
 
@@ -189,6 +202,25 @@ def refused_where_weights_come_and_go() -> None:
     model.merge()
 
 
+def smaller_rank(num_experts: int, loaded: bool = True) -> nn.Module:
+    """Experts of NF4: with 6 of them, 2 ranks share a number of their double-quantised scales."""
+    model = nn.Sequential(build(*SMALLER, num_experts=num_experts))
+    if loaded:
+        other = build(SMALLER[0], {"rank": 2}, num_experts=num_experts)
+        model[0].experts.load_peft_state_dict(other.experts.peft_state_dict(), adapter=1, alpha=9)
+    else:
+        for t in (*model.parameters(), *model.buffers()):
+            t.data.zero_()
+    return model
+
+
+def loaded(model: nn.Module, path: str) -> dict:
+    """All of a model, whole, and whether ranks share it, after it was loaded."""
+    load_sharded(path, model)
+    found = {name: whole(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return found | {"shared": model[0].experts.base.gate_up.is_shared}
+
+
 def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
     """Of a model that is made on the meta device, and filled from the sharded checkpoint of another."""
     frozen = parallelize(nn.Sequential(build(*FROZEN)), mesh)
@@ -207,6 +239,7 @@ def four_bits_with_fsdp(mesh, x, dout, path) -> dict:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("lora")
+    save_sharded(folder / "one", smaller_rank(6))
     forked.call(one_rank, WORLD, str(folder))
     results = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
     return [one | {"folder": folder} for one in results]
@@ -298,6 +331,28 @@ def test_4_bits_with_fsdp_and_checkpoints(ranks, ep):
             close(results["four bits", ep][f"0.{name}"], want[name] / WORLD)
     saved = load_file(ranks[0]["folder"] / f"nf4-{ep}.safetensors")
     assert torch.equal(saved["0.experts.base.gate_up.packed"], model.experts.base.gate_up.packed)
+
+
+@pytest.mark.parametrize("ep", [1, 2, "ddp"])
+def test_checkpoints_of_4_bits_and_smaller_ranks_move_between_1_and_2_ranks(ranks, ep):
+    """Where ranks share the experts, double-quantised scales become float32, with the same bits."""
+    double, single = smaller_rank(6), smaller_rank(6)
+    for weight in single[0].experts.base.owners():
+        weight.shard(lambda t: t)
+    states = {True: single.state_dict(), False: double.state_dict()}
+    for results in ranks:
+        shared = results["loaded", ep].pop("shared")
+        same(results["loaded", ep], states[shared])
+    other = smaller_rank(6, loaded=False)
+    load_sharded(ranks[0]["folder"] / f"ranks-{ep}", other)
+    same(other.state_dict(), states[shared])
+    x, ids = torch.randn(T, H), torch.arange(T) % 3 - 1
+    assert torch.equal(other[0](x, adapter_ids=ids), double[0](x, adapter_ids=ids))
+
+
+def same(got: dict, want: dict) -> None:
+    assert {n: (t.shape, t.dtype) for n, t in got.items()} == {n: (t.shape, t.dtype) for n, t in want.items()}
+    assert all(torch.equal(t, want[name]) for name, t in got.items())
 
 
 def test_codes_and_scales_are_sharded(ranks):

@@ -199,7 +199,12 @@ def expanded_scales(packed, scales, nested, offset, table, format: str) -> tuple
     if nested is None:
         return scales, None
     each = nested.repeat_interleave(NESTED)[: scales.numel()].view(scales.shape)
-    return table[16:][scales.int()] * each + offset[:, None, None], None
+    return single_scales(scales, each, offset, table), None
+
+
+def single_scales(scales: Tensor, each: Tensor, offset: Tensor, table: Tensor) -> Tensor:
+    """Return NF4's scales (E, N, blocks) in float32; `each` has the entry of `nested` of each block."""
+    return table[16:][scales.int()] * each + offset[:, None, None]
 
 
 def dequantized(packed: Tensor, scale: Tensor, zero: Tensor | None, table, format: str) -> Tensor:
