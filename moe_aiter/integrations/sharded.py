@@ -184,7 +184,7 @@ def quantized_weight(w: Tensor, format: str, mesh: "DeviceMesh | None") -> FourB
     """Quantise a weight, or this rank's part (E / ranks, out, in) of one, as one process would the whole."""
     if mesh is None:
         return FourBitWeight(quantized(w, format))
-    part = quantized(w, format, double=False)
+    part = quantized(w, format, whole=False)
     if format == "nf4" and not w.is_meta:  # the 8 bits of a scale depend on all scales
         rounded = rounded_scales(from_part(part.scales, mesh).full_tensor())
         part = dataclasses.replace(part, scales=rounded.chunk(mesh.size())[mesh.get_local_rank()].clone())

@@ -290,14 +290,16 @@ def bind_expand_scales(i) -> Callable:
 # from numbers to codes
 
 
-def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
-    """Return `w` (E, N, K) in 4 bits, quantised one expert at a time; `double`: NF4's absmax too.
+def quantized(w: Tensor, format: str, whole: bool = True) -> FourBit:
+    """Return `w` (E, N, K) in 4 bits, quantised one expert at a time.
+
+    `whole`: it is a whole weight, not some experts of one; NF4's absmax is then quantised too.
 
     Codes are the nearest; MXFP4's scale is 2 ** (floor(log2(largest)) - 2), and ties go to even codes; int4's
     scale and zero cover 0 and the group's range.  On the meta device the result has no numbers either.
     Raises ValueError unless K is a multiple of the block, and for numbers without 4 bits: NaN, infinity, what
-    float32 cannot hold, a group of int4 that spans more than 982560 (15 scales of float16), and what becomes
-    infinite in the dtype of `w` when it is read back.
+    float32 cannot hold, a group of int4 that spans more than 982560 (15 scales of float16), what becomes
+    infinite in the dtype of `w` when it is read back, and a whole weight of which nothing but zeros is left.
     """
     check_shape("w", w, "E", "N", "K")
     block = FORMATS[format].block
@@ -317,7 +319,7 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
     offset = None if zeros[0] is None else torch.cat(zeros)
     if format == "nf4":
         table = torch.tensor(CODES["nf4"], device=w.device)
-        if double:
+        if whole:
             scales, nested, offset, more = double_quantized(scales)
             table = torch.cat([table, more])
     weight = FourBit(packed, scales, nested, offset, table, format, w.dtype)
@@ -326,6 +328,9 @@ def quantized(w: Tensor, format: str, double: bool = True) -> FourBit:
         if not all(plain[e].isfinite().all() for e in range(len(w))):
             most = float(w.detach().abs().max())
             raise ValueError(f"w is up to {most:.6g}, which {format} rounds past what {w.dtype} can hold")
+        if whole and w.any() and not any(plain[e].any() for e in range(len(w))):  # experts alone may be dead
+            most = float(w.detach().abs().max())
+            raise ValueError(f"w is up to {most:.6g}, all of which {format} rounds to 0: use nf4, or scale w")
     return weight
 
 

@@ -113,3 +113,37 @@ def test_errors(device):
         four_bit_gmm_op(x, wide, scales, None, zeros, None, "int4", True, sizes, None, None, 1)
     with pytest.raises(ValueError, match="nf4 needs rows of a multiple of 64 numbers"):
         quantized(torch.randn(1, 2, 32), "nf4")
+
+
+@pytest.mark.parametrize("format", ["int4", "mxfp4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_weight_of_which_nothing_is_left_is_refused(format, sign):
+    """The smallest numbers are 2 ** -24 and 2 ** -128, and ties become 0; some experts alone may be dead."""
+    least = {"int4": 2.0**-24, "mxfp4": 2.0**-128}[format]
+    w = torch.zeros(2, 3, 128)
+    assert not quantized(w, format).dequantize().any()
+    w[:, 1, 7] = sign * least / 2
+    with pytest.raises(ValueError, match=f"w is up to .*e-.*, all of which {format} rounds to 0: use nf4"):
+        quantized(w, format)
+    assert not quantized(w, format, whole=False).dequantize().any()
+    assert quantized(w, "nf4", whole=False).dequantize()[1, 1, 7] == sign * least / 2
+    w[0, 2, 9] = sign * least
+    assert torch.equal(quantized(w, format).dequantize(), w * (w.abs() == least))
+
+
+def test_zeros_and_small_numbers_as_documented():
+    """docs/four_bit.md says what is lost."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(2, 64, 256, generator=generator) * torch.logspace(-4, 0, 64)[:, None]
+    w[:, ::3] = 0
+    for format in ("nf4", "mxfp4", "int4"):
+        assert not quantized(w, format).dequantize()[:, ::3].any()
+    single, double = (quantized(w, "nf4", whole).plain().scales.flatten() for whole in (False, True))
+    rest = single - single.mean()
+    groups = torch.nn.functional.pad(rest, (0, -len(rest) % 256)).view(-1, 256).abs().amax(1)
+    assert ((double - single).abs() <= 0.0071 * groups.repeat_interleave(256)[: len(rest)]).all()
+    for span, error in ((1e-4, 0.1), (1e-6, 0.18), (2e-7, 0.45), (5e-8, 1.0)):
+        small = torch.randn(1, 128, 128, generator=generator)
+        small *= span / (small.amax(-1, keepdim=True) - small.amin(-1, keepdim=True))
+        found = quantized(torch.cat([small, torch.ones_like(small)]), "int4").dequantize()[:1]
+        assert ((found - small).norm() / small.norm()).item() == pytest.approx(error, rel=0.05)
