@@ -77,7 +77,8 @@ class Muon(torch.optim.Optimizer):
     DTensors are fine: experts that are sharded by experts are updated where they are; other shards are
     gathered for the update of their matrix.
     Raises ValueError for a number out of its range, an unknown `adjust_lr_fn` or `halves`, and for halves of
-    an odd number of rows or columns.
+    an odd number of rows or columns; `load_state_dict` ValueError for the state of another optimizer; `step`
+    RuntimeError for sparse gradients.
     """
 
     @checked
@@ -125,12 +126,27 @@ class Muon(torch.optim.Optimizer):
             if p.dim() in (2, 3) and p.shape[axis] % 2:
                 raise ValueError(f"halves={halves!r}, but a parameter {tuple(p.shape)} has odd {odd}")
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        for group in state_dict["param_groups"]:
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                raise ValueError(
+                    f"the state's groups lack {', '.join(missing)}: it is that of another optimizer; begin "
+                    "with a new Muon, or load a state that Muon has saved"
+                )
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grads = (p.grad for group in self.param_groups for p in group["params"])
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            raise RuntimeError(
+                "Muon does not support sparse gradients: make embeddings with sparse=False, or give them to "
+                "torch.optim.SparseAdam"
+            )
         for group in self.param_groups:
             others: dict = {}  # torch's functions of many tensors take those of one mesh
             for p in group["params"]:

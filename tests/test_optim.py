@@ -1,5 +1,6 @@
 """Muon for stacked experts: as torch's Muon on each matrix, AdamW for the rest, and sharded as whole."""
 
+import copy
 import warnings
 from fnmatch import fnmatchcase
 
@@ -466,3 +467,34 @@ def test_errors_of_groups():
         Muon([{"params": [odd[0].detach().mT], "halves": "transposed"}])
     with pytest.raises(TypeError, match="adamw must be patterns"):
         muon_groups(Model(), adamw="*")
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, getattr(torch.optim, "Muon", None)])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_state_of_another_optimizer_is_refused(make, named):
+    """Also if its groups are those of `muon_groups`, whose keys torch keeps."""
+    if make is None:
+        pytest.skip("this torch has no Muon")
+    weights = [torch.ones(2, 2, requires_grad=True)]
+    group = {"params": weights, "muon": True, "halves": None} if named else {"params": weights}
+    other, optimizer = make([group], lr=0.1), Muon(weights, lr=0.2)
+    for each in (other, optimizer):
+        weights[0].grad = torch.ones(2, 2)
+        each.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"the state's groups lack .*: it is that of another optimizer"):
+        optimizer.load_state_dict(other.state_dict())
+    assert str(optimizer.state_dict()) == str(before)
+    optimizer.load_state_dict(before)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_sparse_gradients_are_refused_before_anything_changes(muon):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Embedding(5, 4, sparse=True))
+    optimizer = Muon(model.parameters() if muon else muon_groups(model), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    (model[0](torch.ones(4)).sum() + model[1](torch.tensor([1])).sum()).backward()
+    with pytest.raises(RuntimeError, match="Muon does not support sparse gradients: make embeddings with"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
