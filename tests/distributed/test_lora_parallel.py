@@ -19,6 +19,7 @@ from moe_aiter.distributed import (
     parallelize,
     save_sharded,
 )
+from moe_aiter.integrations.sharded import shard_codes
 
 from .ranks import leave, whole
 from .shared_memory import use_files
@@ -157,6 +158,11 @@ def one_rank(rank: int, folder: str) -> None:
     load_sharded(f"{folder}/one", model)
     results["loaded", "ddp"] = dict(model.module.state_dict()) | {"shared": False}
     save_sharded(f"{folder}/ranks-ddp", model)
+    model = smaller_rank(6, False)
+    for weight in model[0].experts.base.owners():
+        shard_codes(weight, mesh["ep"])
+    results["loaded", "codes by fsdp"] = loaded(model, f"{folder}/one")
+    save_sharded(f"{folder}/ranks-codes by fsdp", model)
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
@@ -333,7 +339,7 @@ def test_4_bits_with_fsdp_and_checkpoints(ranks, ep):
     assert torch.equal(saved["0.experts.base.gate_up.packed"], model.experts.base.gate_up.packed)
 
 
-@pytest.mark.parametrize("ep", [1, 2, "ddp"])
+@pytest.mark.parametrize("ep", [1, 2, "ddp", "codes by fsdp"])
 def test_checkpoints_of_4_bits_and_smaller_ranks_move_between_1_and_2_ranks(ranks, ep):
     """Where ranks share the experts, double-quantised scales become float32, with the same bits."""
     double, single = smaller_rank(6), smaller_rank(6)
