@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels.base.check import check_group, check_not_negative, checked
 from ..private_api import hooks_before, version_of
@@ -210,7 +211,7 @@ FINDERS: list[Callable[[nn.Module], tuple[str, ...]]] = [weights_of_layers]
 
 
 @checked
-def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> "Sums":
     """Give each trained weight of the experts in `model` a float32 `main_grad`, and hand it to `optimizer`.
 
     The backward pass of every micro-batch adds to `main_grad` within the product that makes the gradient.
@@ -238,6 +239,10 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     It works for `Experts`, `OptimizedMoELayer`, and the experts of transformers' and torchtitan's models that
     run on these kernels.  transformers' experts with an adapter, or with a gate outside of the kernels, keep
     to `.grad`.
+    For another optimizer of the same model, call this function again, or `hand_over.remove()`, which takes
+    the main gradients away.  A step of an optimizer that did not get them raises RuntimeError.  A copied or
+    pickled model has none.
+
     Raises ValueError if `optimizer` has no such weight of `model`, and for a model sharded by FSDP2.  If
     load_state_dict(assign=True), say, has replaced a weight since, `optimizer` would no longer train the
     model's weight: handing over raises RuntimeError.
@@ -257,15 +262,35 @@ def use_main_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
             "FSDP2 shards this model and sums gradients itself: instead of use_main_grad, let it sum in "
             "float32 by fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
         )
-    for weight, *_ in found:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        weight.main_grad = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-
+    watch_optimizers()
     sums = Sums(found, optimizer.zero_grad)
     optimizer.zero_grad = sums.zero_grad  # type: ignore[method-assign]  # which is what it does from now on
     optimizer.register_step_pre_hook(sums.before_step)
     optimizer.register_step_post_hook(sums.after_step)
-    return sums.hand_over
+    return sums
+
+
+def saved_state(weight: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that pickle saves: a main gradient without its optimizer is of no use."""
+    return {name: value for name, value in vars(weight).items() if name not in ("main_grad", "__getstate__")}
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Make every optimizer's step raise if it leaves gradients in a main gradient of `use_main_grad`."""
+    register_optimizer_step_post_hook(check_step)
+
+
+def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise if a weight's main gradient has a sum still: it is another optimizer's."""
+    for weight in (p for group in optimizer.param_groups for p in group["params"]):
+        main_grad: Any = getattr(weight, "main_grad", None)
+        if hasattr(main_grad, CLEAR) and getattr(main_grad, CLEAR) != version_of(main_grad):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} did not train a weight whose gradients are in its main_grad, "
+                "which use_main_grad gave to another optimizer: before the backward pass, call "
+                "use_main_grad(model, optimizer) for this one, or remove() of what the former call returned"
+            )
 
 
 def is_fsdp(module: nn.Module) -> bool:
@@ -273,17 +298,37 @@ def is_fsdp(module: nn.Module) -> bool:
     return "torch.distributed.fsdp" in sys.modules and isinstance(module, torch.distributed.fsdp.FSDPModule)
 
 
+CLEAR = "moe_aiter_clear"  # of a main gradient: its version when it was last set to 0
+
+
 class Sums:
-    """The main gradients of weights, and when an optimizer sees and forgets them.
+    """The main gradients of weights, and when an optimizer sees and forgets them: see `use_main_grad`.
 
     Each weight comes with a module and what it is called there.
     """
 
     def __init__(self, found: list[tuple[nn.Parameter, nn.Module, str]], zero_grad: Callable[..., None]):
         self.found, self.zero_others = found, zero_grad
-        self.main_grads: list[Tensor] = [vars(weight)["main_grad"] for weight, *_ in found]
+        self.main_grads: list[Tensor] = []
+        for weight, *_ in found:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self.main_grads.append(torch.zeros_like(weight, dtype=dtype, requires_grad=False))
+            # pickle asks an object for its state, rather than its class
+            own = {"main_grad": self.main_grads[-1], "__getstate__": functools.partial(saved_state, weight)}
+            vars(weight).update(own)
         # the gradient handed to each weight, which may have been clipped since, and the version of its sum
         self.handed: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self.clear()
+
+    def __call__(self) -> None:
+        self.hand_over()
+
+    def remove(self) -> None:
+        """Undo `use_main_grad`, after a step: autograd writes gradients again.  Sums of no step are lost."""
+        for (weight, *_), main_grad in zip(self.found, self.main_grads, strict=True):
+            if vars(weight).get("main_grad") is main_grad:  # no later call's
+                del vars(weight)["main_grad"], vars(weight)["__getstate__"]
+        self.found, self.main_grads, self.handed = [], [], {}
 
     def trained(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the weights that are trained, and their main gradients."""
@@ -351,4 +396,5 @@ class Sums:
     def clear(self) -> None:
         for main_grad in self.main_grads:
             main_grad.zero_()
+            setattr(main_grad, CLEAR, version_of(main_grad))
         self.handed.clear()

@@ -1,6 +1,8 @@
 """Float32 main gradients in a plain training loop."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -236,3 +238,101 @@ def test_a_main_grad_that_is_another_is_said():
     with pytest.raises(RuntimeError, match=r"the main_grad of Experts.gate_up .* another call"):
         first.step()
     second.step()
+
+
+def saved(model, weights_only=False):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def begun(device, dtype=torch.float32):
+    """A model after a step with main gradients; what `use_main_grad` returned, and its optimizer."""
+    model = build(device, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    hand_over = use_main_grad(model, optimizer)
+    step_of(model, optimizer)
+    return model, hand_over, optimizer
+
+
+def step_of(model, optimizer):
+    """A step that changes the experts."""
+    weights = [p for name, p in model.named_parameters() if "experts" in name]
+    before = [p.detach().clone() for p in weights]
+    p = weights[0]
+    model(torch.randn(T, H, device=p.device, dtype=p.dtype)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weights and not any(map(torch.equal, before, weights))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+def test_a_copied_model_has_no_main_grad(device, copied):
+    model, _, optimizer = begun(device)
+    model[1].experts.down.tag = "kept"
+    other = copied(model)
+    weights = list(other[1].experts.parameters())
+    assert not any(hasattr(w, "main_grad") for w in weights)
+    assert copied is copy.deepcopy or weights[1].tag == "kept"
+    step_of(other, torch.optim.SGD(other.parameters(), 0.1))
+    assert hasattr(model[1].experts.down, "main_grad")
+    step_of(model, optimizer)
+    del model[1].experts.down.tag
+    assert saved(list(model.parameters()), weights_only=True)  # as without main gradients
+
+
+def test_what_users_gave_stays(device):
+    """A `main_grad` that is not ours is theirs."""
+    model = build(device)
+    model[1].experts.down.main_grad = torch.ones(E, H, WIDTH, device=device)
+    assert pickle.loads(pickle.dumps(model))[1].experts.down.main_grad.sum() == E * H * WIDTH
+    step = torch.optim.SGD(model.parameters(), 0.1).step
+    model(torch.randn(T, H, device=device)).sum().backward()
+    step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_new_optimizer_is_said(device, gone, dtype):
+    model, hand_over, optimizer = begun(device, dtype)
+    if gone:
+        del hand_over, optimizer
+    other = torch.optim.AdamW(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match=r"AdamW did not train .* call use_main_grad.* or remove\(\)"):
+        step_of(model, other)
+    use_main_grad(model, other)
+    step_of(model, other)
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_removed(device, handed):
+    model, hand_over, optimizer = begun(device)
+    if handed:
+        model(torch.randn(T, H, device=device)).sum().backward()
+        hand_over()
+        optimizer.step()
+    hand_over.remove()
+    assert not any(hasattr(p, "main_grad") for p in model.parameters())
+    step_of(model, optimizer)  # which knows plain gradients too
+    step_of(model, torch.optim.AdamW(model.parameters(), 0.1))
+    hand_over.remove()
+    use_main_grad(model, optimizer)
+    hand_over.remove()  # takes nothing that a later call gave
+    assert hasattr(model[1].experts.down, "main_grad")
+    step_of(model, optimizer)
+
+
+def test_an_optimizer_around_another(device):
+    """The inner one takes the gradients within the outer one's step."""
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self):
+            self.inner.step()
+
+    model, _, optimizer = begun(device)
+    step_of(model, Outer(optimizer))
