@@ -67,55 +67,62 @@ class FusedLinear(nn.Module):
 class FusedPart(nn.Module):
     """A projection that is rows of a FusedLinear; takes the place of an nn.Linear, state dict included.
 
-    The first of them holds it as a submodule, `fused`, so that its weight is one Parameter to an optimizer.
+    Each of them has it as a submodule, `fused`: one Parameter to an optimizer, whichever parts a model keeps.
     """
 
     def __init__(self, fused: FusedLinear, index: int):
         super().__init__()
-        self.index = index
-        self.shared = (fused,)  # in a tuple a module is no submodule
-        if index == 0:
-            self.fused = fused
+        self.index, self.fused = index, fused
 
     @property
     def rows(self) -> slice:
-        sizes = self.shared[0].sizes
+        sizes = self.fused.sizes
         return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
 
     @property
     def weight(self) -> Tensor:
         """(N, K), a view."""
-        return self.shared[0].weight[self.rows]
+        return self.fused.weight[self.rows]
 
     @property
     def bias(self) -> Tensor | None:
         """(N,), a view, or None."""
-        bias = self.shared[0].bias
+        bias = self.fused.bias
         return None if bias is None else bias[self.rows]
 
     @property
     def in_features(self) -> int:
-        return self.shared[0].in_features
+        return self.fused.in_features
 
     @property
     def out_features(self) -> int:
-        return self.shared[0].sizes[self.index]
+        return self.fused.sizes[self.index]
 
     def forward(self, input: Tensor) -> Tensor:
-        if REPLICA in self.__dict__:  # it would multiply by the weight of another device
+        if REPLICA in self.__dict__:  # nobody has tried such copies of a module that several modules have
             raise RuntimeError(
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
             )
-        return through(self.shared, self.multiplied, input)
+        return through((self.fused,), self.multiplied, input)
 
     def multiplied(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight, self.bias)
 
+    def requires_grad_(self, requires_grad: bool = True) -> "FusedPart":
+        """Raises ValueError if this would change the other projections too."""
+        if self.fused.weight.requires_grad != requires_grad:
+            raise ValueError(
+                f"requires_grad_({requires_grad}) of one projection, but its weight is part of one: call "
+                "it before fusing, or after unfuse(model).  For all projections, pass "
+                f"trainable={requires_grad} to fuse_projections, or call it of the module around them"
+            )
+        return self
+
     def to_linear(self) -> nn.Linear:
         """An nn.Linear with a copy of these rows."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        trained = isinstance(self.shared[0].weight, nn.Parameter)
+        trained = isinstance(self.fused.weight, nn.Parameter)
         for name, t in self.tensors():
             setattr(linear, name, nn.Parameter(t.detach().clone(), requires_grad=trained and t.requires_grad))
         return linear.train(self.training)
@@ -155,7 +162,7 @@ class FusedPart(nn.Module):
         unexpected_keys.extend(others if strict else ())
 
     def extra_repr(self) -> str:
-        bias = self.shared[0].bias is not None
+        bias = self.fused.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, fused"
 
 
@@ -165,16 +172,20 @@ def fuse_qkv(
 ) -> tuple[FusedPart, FusedPart, FusedPart]:
     """Return three projections that share one weight; assign them in place of `q`, `k` and `v`.
 
-    `q.fused(x)` returns the results of all three, from one product.  `q(x)`, `k(x)` and `v(x)` run one
-    product each, as before.  In the backward pass of such separate calls, each projection adds its weight
-    gradient to a gradient of the whole weight, which takes longer than with separate layers: train with
-    `q.fused(x)`.
+    `q.fused(x)` returns the results of all three, from one product; so do `k.fused(x)` and `v.fused(x)`.
+    `q(x)`, `k(x)` and `v(x)` run one product each, as before.  In the backward pass of such separate calls,
+    each projection adds its weight gradient to a gradient of the whole weight, which takes longer than with
+    separate layers: train with `q.fused(x)`.
 
     `trainable` makes the weight a Parameter (True) or a buffer (False); by default it stays what it is.  Fuse
     after loading, before torch.compile, and before you make the optimizer, which must get the new Parameter.
 
+    The three are trained or frozen together, and `q.weight` is a view: write to it in place (`copy_`), since
+    what is assigned to its `.data` is lost.
+
     Raises ValueError or TypeError unless the three are plain nn.Linear of one input size, dtype and device,
-    all with biases or none, all trained or none.  The projections raise RuntimeError under nn.DataParallel.
+    all with biases or none, all trained or none.  The projections raise RuntimeError under nn.DataParallel,
+    and ValueError for a `requires_grad_` that would change the others too.
     """
     of_q, of_k, of_v = fuse((q, k, v), trainable)
     return of_q, of_k, of_v

@@ -48,7 +48,7 @@ def grads(block, x):
         if isinstance(part, FusedPart):
             linear = part.to_linear()
             for what, t in linear.named_parameters():
-                t.grad = getattr(part.shared[0], what).grad[part.rows]
+                t.grad = getattr(part.fused, what).grad[part.rows]
             setattr(unfused, name, linear)
         else:
             setattr(unfused, name, part)
@@ -214,7 +214,7 @@ def test_activation_checkpointing(reentrant):
 def test_copies_and_pickles_share_among_themselves():
     _, other = fused()
     for again in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert again.k_proj.shared[0] is again.q_proj.fused is not other.q_proj.fused
+        assert again.k_proj.fused is again.q_proj.fused is not other.q_proj.fused
         x = torch.randn(5, D)
         torch.testing.assert_close(again(x), other(x))
 
@@ -224,6 +224,51 @@ def test_moves_and_casts_reach_every_part():
     other.to(torch.bfloat16)
     assert other.v_proj.weight.dtype == torch.bfloat16
     assert other(torch.randn(5, D, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_one_projection_is_not_frozen_alone(trainable):
+    _, other = fused(trainable=trainable)
+    for name in NAMES:
+        with pytest.raises(ValueError, match=r"of one projection.* before fusing, or after unfuse"):
+            getattr(other, name).requires_grad_(not trainable)
+        assert getattr(other, name).requires_grad_(trainable) is getattr(other, name)
+        assert getattr(other, name).weight.requires_grad == trainable
+    other.requires_grad_(False)  # all of them
+    assert not any(getattr(other, name).weight.requires_grad for name in NAMES)
+    other.requires_grad_(True)
+    assert all(getattr(other, name).weight.requires_grad == trainable for name in NAMES)
+
+
+@pytest.mark.parametrize("gone", [("q_proj",), ("k_proj",), ("q_proj", "v_proj")])
+@pytest.mark.parametrize("how", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_projections_stay_whole_without_the_others(gone, how):
+    """As an adapter takes the place of one: the others are still the model's."""
+    block, other = fused()
+    for name in gone:
+        for model in (block, other):
+            setattr(model, name, nn.Linear(D, D if name == "q_proj" else D_KV))
+        getattr(other, name).load_state_dict(getattr(block, name).state_dict())
+    other, x = how(other), torch.randn(5, D)
+    for model in (block, other):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(x).square().sum().backward()
+        optimizer.step()
+    for (name, mine), theirs in zip(other.state_dict().items(), block.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+    assert {t.dtype for t in other.double().state_dict().values()} == {torch.float64}
+    unfuse(other)
+    torch.testing.assert_close(other(x.double()), block.double()(x.double()))
+
+
+def test_the_weight_is_written_in_place():
+    _, other = fused()
+    with torch.no_grad():
+        other.k_proj.weight.zero_()
+        other.k_proj.bias.fill_(2)
+    assert torch.equal(other.k_proj(torch.randn(5, D)), torch.full((5, D_KV), 2.0))
+    with pytest.raises(KeyError, match="weight"):
+        other.k_proj.weight = nn.Parameter(torch.zeros(D_KV, D))
 
 
 def test_compiled_whole():
