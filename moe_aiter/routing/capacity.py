@@ -50,11 +50,13 @@ def drop_over_capacity(
     num_routed = plan.group_sizes.shape[0]
     num_experts = real_experts(num_routed, zero_compute)
     choices = expert_ids.numel() if mask is None else mask.sum() * expert_ids.shape[1]
-    # in whole numbers, which torch.export can write down
-    factor = Fraction(capacity.factor).limit_denominator(10**6)
-    share = (1, 1) if zero_compute is None else zero_compute.share(num_experts)
-    numerator, denominator = factor.numerator * share[0], factor.denominator * share[1]
-    limit = -(-numerator * choices // (denominator * num_experts))
+    # in whole numbers, which torch.export can write down, and which times the choices fit into 64 bits
+    share = Fraction(capacity.factor).limit_denominator(10**6) / num_experts
+    if zero_compute is not None:
+        share *= Fraction(*zero_compute.share(num_experts))
+    share = Fraction(min(share.numerator, share.denominator), share.denominator).limit_denominator(10**9)
+    numerator, denominator = (share.numerator, share.denominator) if share.numerator else (1, 10**9)
+    limit = -(-numerator * choices // denominator)
     rank = plan.rank
     if capacity.drop == "probability":
         best = routing_weights.detach().flatten().sort(descending=True, stable=True).indices

@@ -293,8 +293,9 @@ class TokenRounding(Choice):
     def rounded(self, chose: Tensor, mask: Tensor | None) -> Tensor:
         """(T, E) -> c' (E,)."""
         count = chose.sum(0)
-        rest = {"down": 0, "up": self.tile - 1, "nearest": self.tile // 2}[self.to]
-        target = (count + rest) // self.tile * self.tile
+        tile = min(self.tile, 2**62)  # so that the sum fits into 64 bits
+        rest = {"down": 0, "up": tile - 1, "nearest": tile // 2}[self.to]
+        target = (count + rest) // tile * tile
         num_tokens = chose.shape[0] if mask is None else mask.sum()
         return target.where(target <= num_tokens, count)
 

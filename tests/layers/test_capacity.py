@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_aiter import Capacity, MoE, load_balance_loss, make_plan
+from moe_aiter import Capacity, MoE, ZeroCompute, load_balance_loss, make_plan
 from moe_aiter.routing.capacity import drop_over_capacity
 
 H, WIDTH, E, K, T = 16, 8, 6, 2, 29
@@ -36,6 +36,20 @@ def test_dropped_by_hand(device, policy, factor, dtype):
     limit = math.ceil(factor * T * K / E)
     assert got.tolist() == dropped_by_hand(ids.tolist(), weights.tolist(), E, limit, policy)
     assert got.dtype == dtype and make_plan(got, E).group_sizes.max() <= limit
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("zero", [None, ZeroCompute(2, real_share=0.7777)])
+@pytest.mark.parametrize("factor", [5e-324, 1e-9, 1e-7, 1e6, 1e15, 1e18, 1e30, 1.7e308])
+def test_factors_out_of_all_proportion(device, factor, zero, masked):
+    """The limit is from 1 to all choices."""
+    ids = torch.rand(T, E).argsort(1)[:, :K].to(device)
+    ids[:9, 0] = 3
+    mask = torch.ones(T, dtype=torch.bool, device=device) if masked else None
+    plan = make_plan(ids, E + (0 if zero is None else zero.count))
+    got = drop_over_capacity(ids, torch.rand(T, K, device=device), plan, Capacity(factor), mask, zero)
+    limit = 1 if factor < 1 else T * K
+    assert got.tolist() == dropped_by_hand(ids.tolist(), None, E, limit, "position")
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
