@@ -16,7 +16,7 @@ import sys
 import time
 import typing
 
-from .config import VERSION, SettingError, launch
+from .config import VERSION, SettingError, launch, printable, say
 from .files import read_text, version
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model"
@@ -108,7 +108,7 @@ def run(argv: list[str] | None, commands: dict, parser: "Parser") -> int:
         mistake = f"not enough memory{f' to {size[0]}' if size else ''}: try smaller sizes"
     except KeyboardInterrupt:
         return 130
-    print(f"{parser.prog} {args.command}: error: {mistake}", file=sys.stderr)
+    say(f"{parser.prog} {args.command}: error: {mistake}", file=sys.stderr)
     return 2
 
 
@@ -152,11 +152,15 @@ def repository() -> str:
 
 
 def summary(error: BaseException) -> str:
-    """One line of an error: its kind if that says more, and the last line of its text, the most precise."""
+    """One line of an error: its kind if that says more, the first line of its text and the last, which is the
+    most precise; but a stranger's name may have brought it."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = str(error).strip().rpartition("\n")[2].strip()
-    return text if isinstance(error, SettingError) else f"{type(error).__name__}: {text}"
+        return printable(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    if isinstance(error, SettingError):
+        return str(error)
+    lines = str(error).strip().split("\n")
+    text = " ... ".join(line.strip() for line in dict.fromkeys((lines[0], lines[-1])))
+    return printable(f"{type(error).__name__}: {text}")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -176,7 +180,7 @@ class Parser(argparse.ArgumentParser):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
             time.sleep(10)
             sys.exit(2)
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {printable(message)}; see {self.prog} --help\n")
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
         """Refuse a flag that a command does not know where its --help lists those it does."""

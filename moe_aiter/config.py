@@ -22,8 +22,22 @@ CHOICES = {
 LOGGED = {"log_level": "INFO"}  # unless a level is given, where products are to be logged
 
 
+def printable(text: str) -> str:
+    """The text as one line without commands to a terminal: a name in a stranger's file may contain both."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(*lines: str, file: typing.TextIO | None = None) -> None:
+    """Print lines with texts that may be a stranger's."""
+    for line in lines:
+        print(printable(line), file=file, flush=True)
+
+
 class SettingError(ValueError):
     """A setting that cannot be, or a mistake in a file that one names: its text is a line."""
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .config import CHOICES, check_choice, settings
+from .config import CHOICES, check_choice, printable, settings
 from .invariance import INVARIANT, batch_invariant, make_twins
 from .op import SCOPES, log, no_autocast
 from .private_api import Scoped, outside_of_graph
@@ -285,6 +285,9 @@ class Console(logging.StreamHandler):
     def __init__(self):
         super().__init__(sys.stderr)
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
     def filter(self, record: logging.LogRecord) -> bool:
         others = [h for h in (*log.handlers, *logging.getLogger().handlers) if h is not self]

@@ -2,6 +2,7 @@
 
 import email.message
 import importlib.metadata
+import json
 import os
 import shlex
 import shutil
@@ -241,3 +242,43 @@ def test_a_forced_backend_that_cannot_run_it_is_one_line(capsys):
         err = one_line(capsys, "bench layer", "--shape", "toy", "--reps", "1", "--device", "cpu")
     assert err.startswith("moe-aiter bench: error: route: no hopper backend for torch.float32 on cpu")
     assert err.endswith("; use() forces hopper\n")
+
+
+EVIL = "\x1b[31mEVIL\x1b]0;owned\x07\nmoe-aiter: ok"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report PATH", "report FOLDER", "sample PATH", "sample FOLDER", "train --preset PATH",
+        "train --resume PATH", "train --resume FOLDER", "train --data PATH", "convert PATH new",
+        "convert FOLDER new", "info --model PATH", "info --model FOLDER", "tune gemm --model PATH --out new",
+        "tune gemm --model FOLDER --out new", "tune gemm --untuned FOLDER/untuned.csv --out new",
+        "tune gemm 1x1x1 --out FOLDER/untuned.csv", "PATH",
+    ],
+)  # fmt: skip
+def test_strangers_names_are_shown_without_commands_to_the_terminal(words, tmp_path, monkeypatch, capsys):
+    """Of paths, and in files; `summary` does not take a line of a name for the error."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = {"model_type": EVIL, "hidden_size": EVIL, "data": [], EVIL: 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": EVIL}))
+    (folder / "untuned.csv").write_text(f'"{EVIL}",M\n1,2\n')
+    try:
+        status = main([word.replace("FOLDER", "folder").replace("PATH", EVIL) for word in words.split()])
+    except SystemExit as ended:
+        status = ended.code
+    err = capsys.readouterr().err
+    (line,) = err.splitlines()
+    assert status == 2 and line.startswith("moe-aiter") and line.isprintable(), err
+    assert "moe-aiter: ok" not in line.split("EVIL")[0]
+
+
+def test_a_summary_begins_as_the_error_does():
+    assert cli.summary(ValueError(f"a.st has an unknown {EVIL}")) == (
+        "ValueError: a.st has an unknown \\x1b[31mEVIL\\x1b]0;owned\\x07 ... moe-aiter: ok"
+    )
+    assert cli.summary(RuntimeError("first\n  second\n\n  third\n")) == "RuntimeError: first ... third"
+    assert cli.summary(OSError(2, "No such file", f"a{EVIL}")).isprintable()

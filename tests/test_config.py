@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
-from moe_aiter.config import AITER, CHOICES, ONE_PROCESS, PREFIX, Settings, launch
+from moe_aiter.config import (
+    AITER,
+    CHOICES,
+    ONE_PROCESS,
+    PREFIX,
+    SettingError,
+    Settings,
+    launch,
+    printable,
+    say,
+)
 
 
 def test_defaults():
@@ -120,3 +130,10 @@ def test_what_torchrun_says():
     assert launch(env)[4:] == (2, f"job {os.getppid()}")
     for other in ({}, {"RANK": "0", "WORLD_SIZE": "4"}, env | {"RANK": "x"}):  # of other launchers
         assert launch(other) == ONE_PROCESS
+
+
+def test_a_strangers_text_is_one_line_without_commands(capsys):
+    text, shown = "a é\n\x1b[31m\u202e\udcff\x9b1m\r\\", r"a é\n\x1b[31m\u202e\udcff\x9b1m\r" + "\\"
+    assert printable(text) == printable(shown) == str(SettingError(text)) == shown
+    say(text, "second")
+    assert capsys.readouterr().out.splitlines() == [shown, "second"]

@@ -269,3 +269,8 @@ def test_a_result_that_depends_on_nothing_trained_needs_no_gradient():
     for precision in (None, "TF32"):
         s.set_default_precision(precision)
         assert not aiter.cutlass_gemm(a, a, beta=0.0, c=c).requires_grad
+
+
+def test_a_strangers_text_is_logged_without_commands_to_the_terminal():
+    record = logging.LogRecord("moe_aiter", logging.WARNING, "", 0, "a %s", ("\x1b[31m\nb",), None)
+    assert s.Console().format(record) == r"moe_aiter: a \x1b[31m\nb"

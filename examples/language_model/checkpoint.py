@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_aiter.cli import out_of_memory, summary
+from moe_aiter.config import say
 from moe_aiter.files import UNFINISHED, drafted_folder, is_name, opened, plain, read_json, remove, sync
 
 from . import UsageError, need
@@ -94,7 +95,7 @@ def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ran
                 raise
             path = found.pop()
             if ranks.first:
-                print(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
+                say(f"moe-aiter train: warning: {error}; going back to {path.name}", file=sys.stderr)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks = ALONE) -> dict:
@@ -172,7 +173,7 @@ def read_state(path: Path) -> dict:
     sharded = (path / METADATA).exists()
     if sums is None and not sharded:  # all versions that shard write them
         note = "was saved without checksums, so damage of its numbers may go unnoticed"
-        print(f"moe-aiter train: warning: {path} {note}", file=sys.stderr)
+        say(f"moe-aiter train: warning: {path} {note}", file=sys.stderr)
         return state
     if sums is None:
         raise ValueError(f"{STATE} has no {SUMS}")

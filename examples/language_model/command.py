@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from moe_aiter.config import printable, say
 from moe_aiter.files import UNFINISHED, drafted, locked, read_text, remove
 
 from . import UsageError, need
@@ -88,11 +89,11 @@ def run_on(ranks: Ranks, args: argparse.Namespace) -> int:
 def finish(trainer: Trainer, logger: str | None) -> int:
     """Train the steps that are left, and write the sample and the report."""
     ranks, settings, rows = trainer.ranks, dataclasses.asdict(trainer.config), []
-    say = print if ranks.first else lambda *_, **__: None
+    tell = print if ranks.first else lambda *_, **__: None
     if ranks.first:
         describe(trainer)
     if trainer.step >= trainer.config.steps:
-        say(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
+        tell(f"nothing left to train: the run has made its {trainer.step} steps; to continue, raise --steps")
     with contextlib.ExitStack() as opened:
         with ranks.together():
             logger = logger if ranks.first else None
@@ -101,8 +102,8 @@ def finish(trainer: Trainer, logger: str | None) -> int:
                 note_start(trainer)
         status = trainer.train(log)
     if not status:
-        say(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
-        say(trainer.write_sample())
+        tell(f"\na sample of {trainer.config.sample_bytes} bytes:", flush=True)  # it takes seconds
+        tell(trainer.write_sample())
     report = trainer.run / "report.html"
     with ranks.together():
         if ranks.first:
@@ -110,12 +111,13 @@ def finish(trainer: Trainer, logger: str | None) -> int:
             if rows:  # a finished run may have lost its metrics
                 write_page(report, [read_run(trainer.run, trainer.run.name)])
     if status:
-        say(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {trainer.run}")
+        run = printable(str(trainer.run))
+        tell(f"stopped after step {trainer.step}; continue with: moe-aiter train --resume {run}")
         return status
     if validated := [row for row in rows if "val_loss" in row]:
         last = validated[-1]
-        say(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
-            f" after {last['seconds']:.0f} s; see {report}")  # fmt: skip
+        tell(f"\nvalidation loss {last['val_loss']:.4f} nats per byte ({last['val_bits_per_byte']:.3f} bits)"
+            f" after {last['seconds']:.0f} s; see {printable(str(report))}")  # fmt: skip
     return 0
 
 
@@ -242,10 +244,10 @@ def describe(trainer: Trainer) -> None:
     config, corpus = trainer.config, trainer.corpus
     total = sum(p.numel() for p in trainer.model.parameters())
     kind = "dense" if config.dense else f"{config.num_experts} experts, {config.top_k} active"
-    print(f"run      {trainer.run}")
-    print(f"model    {kind}; {total:,} parameters, {active_params(trainer.model, config):,} active")
-    print(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
-          f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
+    say(f"run      {trainer.run}")
+    say(f"model    {kind}; {total:,} parameters, {active_params(trainer.model, config):,} active")
+    say(f"text     {corpus.files} files; {len(corpus.train) / 1e6:.2f} MB for training,"
+        f" {len(corpus.val) / 1e6:.2f} MB for validation")  # fmt: skip
     several = f"{trainer.ranks.size} processes, " if trainer.ranks.size > 1 else ""
-    print(f"machine  {several}{config.device}, {config.dtype}; steps {trainer.step} to {config.steps},"
-          f" {config.tokens_per_step} bytes each", flush=True)  # fmt: skip
+    say(f"machine  {several}{config.device}, {config.dtype}; steps {trainer.step} to {config.steps},"
+        f" {config.tokens_per_step} bytes each")  # fmt: skip

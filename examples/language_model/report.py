@@ -11,6 +11,7 @@ import torch
 
 from moe_aiter import load_statistics
 from moe_aiter.cli import summary
+from moe_aiter.config import say
 from moe_aiter.files import drafted, read_json, read_text
 
 from . import UsageError, need
@@ -82,7 +83,7 @@ def main(args) -> int:
         raise UsageError(f"{out.resolve()} is what the page is about: --out names another")
     refuse_existing(out, args.force)
     write_page(out, runs)
-    print(out)
+    say(str(out))
     return 0
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_aiter import LayerStatistics, LiveTable, Monitor, load_balance_loss, load_statistics, z_loss
+from moe_aiter.config import say
 from moe_aiter.files import drafted, sync
 
 from . import UsageError, need
@@ -71,7 +72,7 @@ class Trainer:
                 dropped = truncate_metrics(self.run / "metrics.jsonl", self.step)
                 if lost := lost_numbers(dropped):
                     text = f"{self.run} ended because {lost[0]}, and the same steps follow: {TO_MEND}"
-                    print(f"moe-aiter train: warning: {text}", file=sys.stderr)
+                    say(f"moe-aiter train: warning: {text}", file=sys.stderr)
 
     def train(self, log: Callable | None = None) -> int:
         """Run the steps that are left; returns the exit status, 0 unless a signal stopped it.

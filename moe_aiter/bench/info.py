@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .. import tuning
-from ..config import SettingError
+from ..config import SettingError, say
 from ..integrations.checkpoints.families import FAMILIES
 from ..integrations.checkpoints.family import ACTIVATIONS, MOST, PLAIN, oai_activation
 from ..integrations.checkpoints.files import CheckpointError, read_json_object
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
                 lines += memory.lines_of_ranks(shape, dtype, args.ranks)
         else:
             lines = report_lines(name, shape, target)
-        print("\n".join(lines))
+        say(*lines)
         if not args.target:
             print(
                 f"without --target: as on {HOPPER} ({TARGETS[HOPPER]}), whatever GPU is here", file=sys.stderr

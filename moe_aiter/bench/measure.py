@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..config import say
 from ..files import opened, read_text, version
 from ..op import use
 from .problem import Problem, Shape, listed
@@ -73,7 +74,7 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
 
 def refuse(args: argparse.Namespace, mistake: str) -> int:
     """Say what is wrong with a command in one line; its status."""
-    print(f"{args.prog}: error: {mistake}", file=sys.stderr)
+    say(f"{args.prog}: error: {mistake}", file=sys.stderr)
     return 2
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import tuning
+from ..config import say
 from ..files import read_json
 from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.tuned_gemm import TILED, as_it_lies, gemm_inputs, is_here, tuned_gemm_op
@@ -102,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         for one in bad:
             print(f"WRONG, left out: {one.libtype} {one.kernel}, its error is {one.error:.1e}")
         if (old := there.get(problem)) is not None:
-            print(f"replaces {old.us} us by {old.libtype}")
+            say(f"replaces {old.us} us by {old.libtype}")
             drop(args.out, old)
         add_rows(args.out, [row(problem, device, found, about)], COLUMNS)
         show_times(problem, found)

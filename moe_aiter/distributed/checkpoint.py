@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..config import printable
 from ..files import UNFINISHED, AnyPath, draft_of, need, opened, remove, sync
 from ..kernels.base.check import checked
 from ..layers.experts import local_part
@@ -352,7 +353,8 @@ def warn_of_rest(path: Path, keys: set[str]) -> None:
     rest = sorted(key for key in keys if not is_setting(key))
     if rest and is_first_rank():
         text = f"{path} has state that the optimizer has no place for, and that is left out: {rest[0]}"
-        warnings.warn(text + (f" and {len(rest) - 1} more" if rest[1:] else ""), stacklevel=4)
+        more = f" and {len(rest) - 1} more" if rest[1:] else ""
+        warnings.warn(printable(text + more), stacklevel=4)
 
 
 def share_settings(moments: dict[str, Any], group: dict[str, Any], saved: set[str]) -> None:

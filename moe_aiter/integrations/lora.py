@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..config import printable
 from ..files import drafted, need, plain, read_json
 from ..kernels.base.check import check_parameter_dtype, checked
 from ..layers.experts import local_part
@@ -225,7 +226,8 @@ def load_lora(
     adapters = new_adapters(model, targets, dtype, how | lora, state)
     names = {f"{prefix}lora_{m}.weight" for prefix in by_prefix(adapters) for m in "AB"}
     if extra := sorted(state.keys() - names):
-        raise ValueError(f"{directory / TENSORS} has {extra[0]}, which no experts of this model have")
+        key = printable(extra[0])
+        raise ValueError(f"{directory / TENSORS} has {key}, which no experts of this model have")
     return attach(model, adapters)
 
 

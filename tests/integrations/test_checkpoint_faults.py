@@ -467,3 +467,28 @@ def test_settings_changed_since(tmp_path):
     change_config(tmp_path / "ours", n_group=2**20)
     with pytest.raises(CheckpointError, match="groups cannot share evenly"):
         convert(tmp_path / "ours", tmp_path / "x", to="huggingface")
+
+
+EVIL = "\x1b[31mEVIL\x1b]0;owned\x07\nmoe-aiter: ok, converted"
+
+
+def test_names_of_strangers_are_shown_without_commands_to_the_terminal(tmp_path, capsys):
+    save(tmp_path / "theirs", "mixtral", shard="1GB")
+    (tmp_path / "theirs" / f"{EVIL}.bin").write_bytes(b"")
+    command = ["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b[31mEVIL\x1b]0;owned\x07\nmoe-aiter: ok, converted.bin" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    shutil.rmtree(tmp_path / "ours")
+    layer = MIXTRAL.format(0)
+    change(tmp_path / "theirs", lambda t: t.update({f"{layer}{EVIL}": t[f"{layer}gate.weight"].clone()}))
+    problems = refused(tmp_path)
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.endswith(f"theirs: {problems[0]}") and line.isprintable() and "EVIL" in line
+    change(tmp_path / "theirs", lambda t: t.update({f"{layer}{EVIL} 2": t[f"{layer}gate.weight"].clone()}))
+    refused(tmp_path)
+    assert main(command) == 2
+    said = capsys.readouterr().err.splitlines()[-3:]
+    assert "2 problems" in said[0] and all(line.isprintable() for line in said)

@@ -246,6 +246,24 @@ def test_tensors_that_are_not_a_models_are_never_given_to_adamw(name, change, me
     assert message in err and name in err and "--lr" not in err
 
 
+@pytest.mark.parametrize("file", [0, 1])
+def test_a_name_of_a_tensor_is_no_other_error(file, tmp_path, capsys):
+    """The line that is shown is the error's, whatever a stranger's tensor is called."""
+    model, optimizer = new_model()
+    for step in (8, 9):
+        path = save_checkpoint(tmp_path, step, model, optimizer)
+    evil = "!\x1b[31m\nmoe-aiter: all is well"
+    rewrite(path, FILES[file], ("", lambda t: t))
+    save_file(load_file(path / FILES[file]) | {evil: torch.zeros(1)}, path / FILES[file])
+    with pytest.raises(UsageError) as refused:
+        load_checkpoint(path, model, optimizer)
+    text = str(refused.value)
+    assert text.isprintable() and text.startswith(f"{path} is damaged") and FILES[file] in text
+    capsys.readouterr()
+    assert load_newest(tmp_path, model, optimizer)["step"] == 8
+    assert all(line.isprintable() for line in capsys.readouterr().err.splitlines())
+
+
 def test_a_tensor_of_the_optimizer_too_many_or_too_few(tmp_path):
     model, optimizer = new_model()
     path = save_checkpoint(tmp_path, 1, model, optimizer)

@@ -211,7 +211,7 @@ def test_a_line_of_the_metrics_with_another_type_is_found_before_a_step(name):
     "text, message",
     [
         ("[" * 10**5, "config.json is not the configuration of a run: ValueError: it is nested too deeply"),
-        ('{"data": ["a\\u0000b"]}', "--data a\x00b: no such file or folder"),
+        ('{"data": ["a\\u0000b"]}', r"--data a\x00b: no such file or folder"),
     ],
 )
 def test_a_hostile_configuration_is_one_line(text, message, capsys):

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from ...config import say
 from .convert import LAYOUTS, SHARD, Report, convert
 from .files import CheckpointError, need, read_config
 from .plan import RECORD
@@ -109,11 +110,11 @@ class Bar:
 
 def print_report(target: Path, report: Report) -> None:
     for layer, difference in report.differences.items():
-        print(f"  {layer:<40} relative difference {difference:.1e}")
+        say(f"  {layer:<40} relative difference {difference:.1e}")
     for reason in sorted(set(report.kept.values())):
         layers = ", ".join(layer for layer, why in report.kept.items() if why == reason)
-        print(f"layers that stay as they are, because {reason}: {layers}")
+        say(f"layers that stay as they are, because {reason}: {layers}")
     if report.left_out:
-        print(f"not copied, because the checkpoint does not use them: {', '.join(report.left_out)}")
-    print(f"{report.converted} tensors of MoE layers converted and {report.copied} copied:"
-          f" {report.written} tensors in {len(report.files)} files in {target}/")  # fmt: skip
+        say(f"not copied, because the checkpoint does not use them: {', '.join(report.left_out)}")
+    say(f"{report.converted} tensors of MoE layers converted and {report.copied} copied:"
+        f" {report.written} tensors in {len(report.files)} files in {target}/")  # fmt: skip

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...config import printable
 from ...files import is_name, plain
 from ...files import need as need_extra
 from ...files import read_json as parse_json
@@ -31,10 +32,11 @@ SHOWN = 50  # problems of a message
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is refused: `problems` lists every reason, the message the first 50."""
+    """A checkpoint that is refused: `problems` lists every reason, the message the first 50, by line."""
 
     def __init__(self, what: str, problems: list[str]):
-        self.problems = problems
+        self.problems = problems = list(map(printable, problems))
+        what = printable(what)
         lines = [f"{what}: {len(problems)} problems", *problems[:SHOWN]]
         if len(problems) == 1:
             lines = [f"{what}: {problems[0]}"]
