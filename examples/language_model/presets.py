@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import os
+import re
 import typing
 from pathlib import Path
 
@@ -135,18 +136,21 @@ class TrainConfig:
             values = read_json(path, path.parent)
             return cls(**values | {"data": tuple(map(str, values["data"]))})
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"{path} is not the configuration of a run: {summary(error)}") from error
+            # keys of the file, where the command line has flags
+            text = re.sub("--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), summary(error))
+            raise UsageError(f"{path} is not the configuration of a run: {text}") from error
 
 
-def check(field: dataclasses.Field, value) -> None:
-    """Raise UsageError unless `value` is of the field's type and in its range."""
+def check(field: dataclasses.Field, value, called: str = "") -> None:
+    """Raise UsageError unless `value`, of a flag `called` so, is of the field's type and in its range."""
+    called = called or flag(field.name)
     kind = typing.get_origin(field.type) or field.type
     if type(value) is not kind and (kind, type(value)) != (float, int):
-        raise UsageError(f"{flag(field.name)} is {value!r}; it must be of type {kind.__name__}")
+        raise UsageError(f"{called} is {value!r}; it must be of type {kind.__name__}")
     bounds = field.metadata["bounds"]
     if not all(COMPARE[word](value, bound) for word, bound in bounds.items()):
         wanted = " and ".join(f"{word.replace('_', ' ')} {bound}" for word, bound in bounds.items())
-        raise UsageError(f"{flag(field.name)} is {value}; it must be {wanted}")
+        raise UsageError(f"{called} is {value}; it must be {wanted}")
 
 
 def flag(name: str) -> str:

@@ -7,7 +7,7 @@ from . import UsageError
 from .checkpoint import checkpoints, load_checkpoint
 from .command import newest_run
 from .model import Transformer
-from .presets import TrainConfig, add_flags, flag_values, make_config, path, set_threads
+from .presets import TrainConfig, add_flags, check, flag_values, make_config, path, set_threads
 from .trainer import sample
 
 
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     run = args.run or newest_run()
     own = TrainConfig.load(run / "config.json")
-    if args.tokens is not None and args.tokens < 0:
-        raise UsageError(f"--tokens is {args.tokens}; it must be at least 0")
+    if args.tokens is not None:
+        check(TrainConfig.__dataclass_fields__["sample_bytes"], args.tokens, "--tokens")
     length = own.sample_bytes if args.tokens is None else args.tokens
     values = {"device": "auto", "sample_bytes": length} | flag_values(args)
     config = make_config("cpu", vars(own) | values)

@@ -1,6 +1,8 @@
 """Text from a model, and `moe-aiter sample`."""
 
 import io
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -83,6 +85,8 @@ def test_a_letter_that_the_terminal_lacks_is_escaped(monkeypatch):
     [
         ("nowhere", "nowhere is not a run folder: it has no config.json"),
         ("run --tokens -1", "--tokens is -1; it must be at least 0"),
+        ("run --tokens 99999999999999", "--tokens is 99999999999999; it must be at least 0 and at most"),
+        ("odd", "odd/config.json is not the configuration of a run: top_k is 9 but num_experts is "),
         ("run --temperature nan", "--temperature is nan; it must be at least 0"),
         ("run --device meta", "--device is 'meta'; it takes auto, cpu, cuda or cuda:N"),
         ("damaged", "step-00000001 is damaged, or of another model"),
@@ -95,7 +99,14 @@ def test_the_command_refuses(words, message, capsys):
         shutil.copytree("run", name)
     Path("damaged/checkpoints/step-00000001/model.safetensors").write_text("")
     shutil.rmtree("empty/checkpoints")
+    Path("odd").mkdir()
+    config = json.loads(Path("run/config.json").read_text())
+    Path("odd/config.json").write_text(json.dumps(config | {"top_k": 9, "num_experts": 8}))
     capsys.readouterr()
     assert cli.main(["sample", *words.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moe-aiter sample: error: ") and message in err and err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli.main(["sample", "--help"])
+    flags = capsys.readouterr().out
+    assert all(flag in flags for flag in re.findall("--[a-z-]+", err)), "a flag that the command lacks"
