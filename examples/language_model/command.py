@@ -207,7 +207,10 @@ def opened_run(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Pa
     for leftover in run.glob(f"{UNFINISHED}*"):
         remove(leftover)
     own, made = TrainConfig.load(run / "config.json"), checkpoints(run / "checkpoints")
-    return run, paced(own, resumed_config(own, args), step_of(made[-1]) if made else 0)
+    config = resumed_config(own, args)
+    if "decay_steps" not in flag_values(args):
+        config = paced(own, config, step_of(made[-1]) if made else 0)
+    return run, config
 
 
 def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
@@ -224,9 +227,9 @@ def resumed_config(own: TrainConfig, args: argparse.Namespace) -> TrainConfig:
 def paced(own: TrainConfig, config: TrainConfig, step: int) -> TrainConfig:
     """Return `config`, with the run's own course of the learning rate if more steps would make that jump."""
     before, after = (learning_rate(each, step + 1) for each in (own, config))
-    if config.decay_steps != own.decay_steps or after <= 1.1 * before:
+    if after <= 1.1 * before:
         return config
-    end = min(own.decay_steps, own.steps)
+    end = own.decay_end
     print(f"rate     {before:.2g} after step {step}, and --min-lr from step {end} on, where it was to end;"
           f" with --decay-steps {config.steps} it would jump to {after:.2g}")  # fmt: skip
     return dataclasses.replace(config, decay_steps=end)

@@ -120,6 +120,11 @@ class TrainConfig:
         return self.top_k * self.intermediate + self.shared_intermediate
 
     @property
+    def decay_end(self) -> int:
+        """The step at which the learning rate reaches its minimum."""
+        return self.steps if self.decay_steps == SIZE["at_most"] else self.decay_steps
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch * self.sequence
 

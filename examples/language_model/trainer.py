@@ -285,7 +285,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of step 1 and on: a line up to `lr`, a cosine down to `min_lr * lr`, which then stays."""
-    steps = min(config.decay_steps, config.steps)
+    steps = config.decay_end
     warmup = max(1, round(config.warmup * steps))
     if step <= warmup:
         return config.lr * step / warmup

@@ -168,6 +168,19 @@ def test_the_learning_rate_of_a_finished_run_does_not_jump(capsys):
     assert "it would jump" not in capsys.readouterr().out
 
 
+def test_a_course_beyond_the_run_is_that_of_a_longer_run(capsys):
+    """--decay-steps may lie behind --steps, and counts where --resume repeats it."""
+    assert train(*arguments("--out", "long", "--steps", "24", "--decay-steps", "24")) == 0
+    assert train(*arguments("--out", "run", "--steps", "9", "--decay-steps", "24")) == 0
+    shutil.copytree("run", "other")
+    assert train("--resume", "run", "--steps", "24", "--decay-steps", "24") == 0
+    assert train("--resume", "other", "--steps", "24") == 0
+    assert rates("run") == rates("other") == rates("long") and "it would jump" not in capsys.readouterr().out
+    assert train(*arguments("--out", "short", "--steps", "9")) == 0
+    assert train("--resume", "short", "--steps", "24", "--decay-steps", "24") == 0
+    assert rates("short")[9:] == rates("long")[9:]
+
+
 def test_more_steps_early_in_a_run_change_the_course():
     own = presets.PRESETS["test"]
     longer = dataclasses.replace(own, steps=40)
