@@ -356,10 +356,17 @@ class ForeignLayer:
     def change(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """A hook: change the arguments of the experts."""
         assert isinstance(self.use, Player)
-        if self.chosen is None or self.chosen.route is None:
-            raise ValueError(f"{self.use.name} has chosen its experts without torch.topk")
+        player = self.use
         ids, weights = self.ids_and_weights(args, kwargs)
+        if ids.shape[-1] != player.top_k:
+            raise ValueError(
+                f"{player.name} chooses {ids.shape[-1]} experts a token, but its routes have k={player.top_k}"
+            )
+        if self.chosen is None or self.chosen.route is None:
+            raise ValueError(f"{player.name} has chosen its experts without torch.topk")
         replayed, recorded = self.chosen.route
+        if torch.compiler.is_compiling() or not repeats():
+            player.count(replayed, self.chosen.own)
         if recorded is not None:
             weights = recorded.to(weights).view_as(weights)
         dropped = (replayed < 0).view_as(ids)
@@ -403,12 +410,18 @@ class SteadyForward:
 
 
 class ChosenExperts(TorchFunctionMode):
-    """Lets torch.topk over all experts choose those of a route; a dropped choice is expert 0 here."""
+    """Lets torch.topk over all experts choose those of a route; a dropped choice is expert 0 here.
+
+    Where all experts are one group, the score of the group is a topk over all experts too.  The last topk of
+    as many experts as a route has for a token is the router's choice.
+    """
+
+    route: Route | None = None
+    own: Tensor  # what the router chose (T, k), if there is a route
 
     def __init__(self, player: Player, num_experts: int):
         super().__init__()
         self.player, self.num_experts = player, num_experts
-        self.route: Route | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -417,20 +430,13 @@ class ChosenExperts(TorchFunctionMode):
         if func not in TOPK:
             return out
         ranked = args[0] if args else kwargs["input"]
-        if ranked.shape[-1] != self.num_experts:
-            return out  # groups of experts
         own = out.indices
-        if own.shape[-1] != self.player.top_k:
-            raise ValueError(
-                f"{self.player.name} chooses {own.shape[-1]} experts a token, but its routes have "
-                f"k={self.player.top_k}"
-            )
+        if ranked.shape[-1] != self.num_experts or own.shape[-1] != self.player.top_k:
+            return out  # groups of experts
         if self.route is None:
             self.route = take_route(self.player, ranked.flatten(0, -2))
-        replayed = self.route.expert_ids
-        if torch.compiler.is_compiling() or not repeats():
-            self.player.count(replayed, own.flatten(0, -2))
-        ids = replayed.clamp_min(0).to(own).view_as(own)
+        self.own = own.flatten(0, -2)
+        ids = self.route.expert_ids.clamp_min(0).to(own).view_as(own)
         return type(out)((ranked.gather(-1, ids), ids))
 
 

@@ -15,6 +15,12 @@ from moe_aiter import record_routes, replay_routes
 from moe_aiter.integrations.monitor import ExpertsMonitor
 from moe_aiter.integrations.transformers import NAME, register
 
+ONE_GROUP = {  # whose score is the sum of two of its experts
+    "one group, k=2": ("deepseek_v3", {"n_group": 1}),
+    "one group, k=3": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 3}),
+    "one group, k=4": ("glm4_moe", {"num_experts_per_tok": 4}),
+}
+CASES = {family: (family, {}) for family in FAMILIES} | ONE_GROUP
 SKIPS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
@@ -56,9 +62,10 @@ def router_gradients(model):
 
 
 @pytest.mark.parametrize("experts", ["eager", NAME])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, experts):
-    model, tokens = tiny_model(family, experts=experts).train(), torch.randint(1, VOCAB, (2, 9))
+@pytest.mark.parametrize("case", CASES)
+def test_families(case, experts):
+    family, changes = CASES[case]
+    model, tokens = tiny_model(family, experts=experts, **changes).train(), torch.randint(1, VOCAB, (2, 9))
     with record_routes(model, weights=True) as routes:
         want = inputs_of_experts(model, lambda: model(tokens))
         loss = model(tokens, labels=tokens).loss
@@ -68,6 +75,9 @@ def test_families(family, experts):
         again = model(tokens, labels=tokens).loss
         again.backward()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    choices, top_k = 2 * tokens.numel(), model.config.num_experts_per_tok  # of two calls
+    for player in replay.players.values():
+        assert player.totals.tolist() == [0, choices * top_k, 0, choices]
     assert abs(again - loss) < 1e-6 and all(g.abs().sum() > 0 for g in router_gradients(model))
     assert all(d == (0, 0) for d in replay.differences().values())
     other = moved(model)
@@ -127,12 +137,13 @@ def test_checkpointing_and_padding(reentrant):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled(family):
+@pytest.mark.parametrize("case", CASES)
+def test_compiled(case):
     """Without a graph break; further blocks need no further graph."""
     torch.compiler.reset()
     counters.clear()
-    model, tokens = tiny_model(family, experts=NAME), torch.randint(1, VOCAB, (2, 5))
+    family, changes = CASES[case]
+    model, tokens = tiny_model(family, experts=NAME, **changes), torch.randint(1, VOCAB, (2, 5))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     run(tokens)
     found = []

@@ -36,6 +36,21 @@ def test_replay(flavor, overridden):
     assert replay.differences()["routed_experts"].choices > 0
 
 
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_one_group_of_experts(top_k):
+    """The score of the group, the sum of two of its experts, is no choice of experts."""
+    moe = moe_of(FLAVORS[0], overridden=False)
+    moe.router.num_expert_groups = moe.router.num_limited_groups = 1
+    moe.router.top_k = moe.routed_experts.token_dispatcher.top_k = top_k
+    x = tokens(moe)
+    with record_routes(moe) as routes:
+        want = moe(x)
+    with replay_routes(moe, routes) as replay:
+        assert torch.equal(moe(x), want)
+    count = x[..., 0].numel()
+    assert replay.players["routed_experts"].totals.tolist() == [0, count * top_k, 0, count]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("overridden", [False, True])
 @pytest.mark.parametrize("flavor", FLAVORS[:2], ids=[name for name, _ in FLAVORS[:2]])

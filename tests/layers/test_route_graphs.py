@@ -340,6 +340,28 @@ def test_layers_of_other_packages(foreign, weights):
     assert not any("forward" in vars(m) for m in foreign.modules())
 
 
+@pytest.mark.parametrize("k", [2, 3])
+def test_one_group_whose_score_is_a_topk(foreign, monkeypatch, k):
+    """Of tokens (B, S, H), as torchtitan's router ranks them; routes without the best expert."""
+
+    def forward(block, x):
+        scores = block.gate(x).softmax(-1)
+        scores.view(-1, 1, E).topk(2)  # the group's
+        ids = scores.topk(k)[1]
+        out = block.experts(x.view(-1, H), ids.view(-1, k), scores.gather(-1, ids).view(-1, k))
+        return x + out.view_as(x)
+
+    monkeypatch.setattr(ForeignBlock, "forward", forward)
+    block, x = foreign[0], torch.randn(5, 1, H)
+    scores = block.gate(x.view(-1, H)).softmax(-1)
+    ids = scores.topk(k + 1)[1][:, 1:]
+    want = x + block.experts(x.view(-1, H), ids, scores.gather(-1, ids)).view_as(x)
+    for run in (block, compiled(block)):
+        with replay_routes(block, {"experts": ids}) as replay:
+            torch.testing.assert_close(run(x), want)
+        assert replay.players["experts"].totals.tolist() == [5, 5 * k, 5, 5]
+
+
 def test_a_block_that_does_not_choose_by_topk(foreign):
     foreign[0].forward = lambda x: foreign[0].experts(x, torch.arange(K).expand(5, K), torch.ones(5, K))
     given = pytest.raises(ValueError, match=r"0.experts has chosen its experts without torch.topk")
