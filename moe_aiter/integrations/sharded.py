@@ -191,3 +191,28 @@ def quantized_weight(w: Tensor, format: str, mesh: "DeviceMesh | None") -> FourB
     weight = FourBitWeight(part)
     weight.shard(lambda t: from_part(t, mesh))
     return weight
+
+
+# tokens that several ranks have
+
+
+def own_tokens(t: Tensor, mesh: "DeviceMesh", padding: int = 0) -> Tensor:
+    """Return the tokens of this rank, of (T, ...) that all ranks of `mesh` have: as many on each rank.
+
+    In backward, the gradients of all ranks come together.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from ..distributed.slots import pad
+
+    t = pad(t, -(-len(t) // mesh.size()) * mesh.size(), padding)
+    whole = DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def all_tokens(t: Tensor, mesh: "DeviceMesh", tokens: int) -> Tensor:
+    """The inverse of `own_tokens`, without the padding."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = DTensor.from_local(t, mesh, [Shard(0)], run_check=False).full_tensor()
+    return whole[:tokens].clone()  # FSDP2 warns of views

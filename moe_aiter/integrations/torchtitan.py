@@ -201,7 +201,7 @@ def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
     """For `record_routes` and `replay_routes`.  torchtitan knows no dropped choice: expert 0 has weight 0."""
     if not isinstance(module, RoutedExperts):
         return None
-    return Foreign(2, 1, module.inner_experts.num_experts, dropped=0)
+    return Foreign(2, 1, module.inner_experts.num_experts, dropped=lambda module: 0)
 
 
 FINDERS.append(routed_experts_of_torchtitan)

@@ -60,7 +60,7 @@ from .other_experts import (
     reason_of,
     transformers_version,
 )
-from .sharded import BLOCKS, SCALES, kept
+from .sharded import BLOCKS, SCALES, all_tokens, kept, own_tokens
 from .transformers_fp8 import SCALE_INV, fp8_interface, fp8_of
 
 if TYPE_CHECKING:
@@ -472,8 +472,12 @@ def routed_experts(module: nn.Module) -> Foreign | None:
     """For `record_routes` and `replay_routes`: experts that any implementation runs."""
     if not is_experts(module):
         return None
-    num_experts = down_of(module).shape[0]
-    return Foreign(1, 2, num_experts, dropped=num_experts)
+    return Foreign(1, 2, down_of(module).shape[0], dropped=dropped_id)
+
+
+def dropped_id(module: nn.Module) -> int:
+    """Return E, which our kernels drop, or 0: other implementations have no id that drops a choice."""
+    return down_of(module).shape[0] if implementation_of(module) == NAME else 0
 
 
 def down_of(module: nn.Module) -> Tensor:
@@ -675,25 +679,3 @@ def implementation() -> type:
     from transformers.distributed.expert_parallel import EPImplementation
 
     return type("DispatchedExperts", (DispatchedExperts, EPImplementation), {})
-
-
-def own_tokens(t: Tensor, mesh: "DeviceMesh", padding: int = 0) -> Tensor:
-    """Return the tokens of this rank, of (T, ...) that all ranks of `mesh` have: as many on each rank.
-
-    In backward, the gradients of all ranks come together.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from ..distributed.slots import pad
-
-    t = pad(t, -(-len(t) // mesh.size()) * mesh.size(), padding)
-    whole = DTensor.from_local(t, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(0)]).to_local()
-
-
-def all_tokens(t: Tensor, mesh: "DeviceMesh", tokens: int) -> Tensor:
-    """The inverse of `own_tokens`, without the padding."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    whole = DTensor.from_local(t, mesh, [Shard(0)], run_check=False).full_tensor()
-    return whole[:tokens].clone()  # FSDP2 warns of views

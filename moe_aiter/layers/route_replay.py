@@ -45,7 +45,7 @@ class Foreign(NamedTuple):
     expert_ids: int
     routing_weights: int
     num_experts: int
-    dropped: int  # the id of a dropped choice, whose weight is 0
+    dropped: Callable[[nn.Module], int]  # of the experts: the id of a dropped choice, whose weight is 0
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]] | None  # of a forward pass; None: the same
@@ -370,7 +370,7 @@ class ForeignLayer:
         if recorded is not None:
             weights = recorded.to(weights).view_as(weights)
         dropped = (replayed < 0).view_as(ids)
-        changed = ids.masked_fill(dropped, self.foreign.dropped), weights.masked_fill(dropped, 0)
+        changed = ids.masked_fill(dropped, self.foreign.dropped(module)), weights.masked_fill(dropped, 0)
         given, named = list(args), dict(kwargs)
         for place, value in zip(self.foreign[:2], changed, strict=True):
             if place < len(given):

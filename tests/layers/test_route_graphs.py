@@ -310,7 +310,7 @@ class ForeignBlock(nn.Module):
 
 @pytest.fixture
 def foreign(monkeypatch):
-    kind = Foreign(1, 2, E, dropped=E)
+    kind = Foreign(1, 2, E, dropped=lambda module: E)
     monkeypatch.setattr(route_replay, "FINDERS", [lambda m: kind if isinstance(m, ForeignExperts) else None])
     return nn.Sequential(ForeignBlock(), ForeignBlock())
 
