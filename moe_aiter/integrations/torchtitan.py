@@ -204,7 +204,7 @@ def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
     return Foreign(2, 1, module.inner_experts.num_experts, dropped=lambda module: 0)
 
 
-FINDERS.append(routed_experts_of_torchtitan)
+FINDERS["torchtitan"] = routed_experts_of_torchtitan
 
 
 def each_row_once(rows: int, group_sizes: Tensor) -> Routing:

@@ -52,6 +52,7 @@ from .gates import full_name, gate_and_reason
 from .other_experts import (
     NAME,
     NOT_OURS,
+    OTHERS,
     class_of,
     follow_configurations,
     give_configurations,
@@ -106,7 +107,7 @@ def register(
     _options.update(given)
     if summed_weights not in FINDERS:
         FINDERS.append(summed_weights)
-        ROUTE_FINDERS.append(routed_experts)
+        ROUTE_FINDERS["transformers"] = routed_experts
         OFFLOAD_FINDERS.append(is_experts)
     if not _originals:
         from transformers import PreTrainedModel as model
@@ -130,7 +131,7 @@ def unregister() -> None:
         parallel._global_mapping.pop(NAME, None)
     _options.clear()
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
-    ROUTE_FINDERS[:] = [finder for finder in ROUTE_FINDERS if finder is not routed_experts]
+    ROUTE_FINDERS.pop("transformers", None)
     OFFLOAD_FINDERS[:] = [finder for finder in OFFLOAD_FINDERS if finder is not is_experts]
     if _originals:
         from transformers import PreTrainedModel as model
@@ -468,10 +469,18 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in flags)
 
 
-def routed_experts(module: nn.Module) -> Foreign | None:
-    """For `record_routes` and `replay_routes`: experts that any implementation runs."""
+def routed_experts(module: nn.Module) -> Foreign | str | None:
+    """For `record_routes` and `replay_routes`: experts that any implementation runs, or why they cannot."""
     if not is_experts(module):
-        return None
+        if not (is_other(module) or looks_like_experts(module)):
+            return None
+        kind = type(module).__name__
+        if class_of(module) and OTHERS[class_of(module)].forward is None:
+            return f"for {kind}, {reason_of(module)}"
+        return (
+            f"{kind} lacks transformers' decorator use_experts_implementation, so its routes can be neither "
+            "recorded nor replayed (docs/replay.md)"
+        )
     return Foreign(1, 2, down_of(module).shape[0], dropped=dropped_id)
 
 

@@ -49,7 +49,8 @@ class Foreign(NamedTuple):
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]] | None  # of a forward pass; None: the same
-FINDERS: list[Callable[[nn.Module], Foreign | None]] = []  # integrations add theirs
+# integrations add theirs by the name of the package; one may return why routes of a module are out of reach
+FINDERS: dict[str, Callable[[nn.Module], Foreign | str | None]] = {}
 
 
 # recording
@@ -447,20 +448,24 @@ def replayed_layers(model: nn.Module) -> Layers:
     """Return the MoE layers of a model, by name, in order."""
     modules = dict(model.named_modules())
     layers: Layers = {}
+    reasons: list[str] = []
     for name, module in modules.items():
-        found = next((found for find in FINDERS if (found := find(module)) is not None), None)
+        found = [found for find in FINDERS.values() if (found := find(module)) is not None]
+        foreign = next((kind for kind in found if isinstance(kind, Foreign)), None)
         if isinstance(module, MoE):
             layer: ReplayedLayer | ForeignLayer = ReplayedLayer(module)
-        elif found is not None:
-            layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, found)
+        elif foreign is not None:
+            layer = ForeignLayer(module, modules[name.rpartition(".")[0]] if name else None, foreign)
         else:
+            reasons += [why for why in found if isinstance(why, str)]
             continue
         layers[plain_name(name) or type(module).__name__] = layer
     if not layers:
-        raise ValueError(
-            f"model has no MoE layer, {type(model).__name__}; for one of transformers, call "
-            "moe_aiter.integrations.transformers.register() first"
-        )
+        if "transformers" not in FINDERS:
+            reasons.append(
+                "for one of transformers, call moe_aiter.integrations.transformers.register() first"
+            )
+        raise ValueError("; ".join([f"model has no MoE layer, {type(model).__name__}", *reasons[:1]]))
     return layers
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from moe_aiter import record_routes, replay_routes
 from moe_aiter.integrations.monitor import ExpertsMonitor
-from moe_aiter.integrations.transformers import NAME, register
+from moe_aiter.integrations.transformers import NAME, register, unregister
 
 ONE_GROUP = {  # whose score is the sum of two of its experts
     "one group, k=2": ("deepseek_v3", {"n_group": 1}),
@@ -225,6 +225,33 @@ def test_a_monitor_counts_mismatches():
     read = monitor.read()
     for name, layer in replay.differences().items():
         assert layer == (read[name].mismatch_rate, read[name].token_mismatch_rate) and layer.choices > 0
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    {"llama4_text": "Llama4TextMoe", "jetmoe": "JetMoeMoE", "longcat_flash": "LongcatFlashExperts"}.items(),
+)
+def test_experts_without_the_decorator(family, kind):
+    model = tiny_model(family, experts=NAME)
+    lacks = f"{kind} lacks transformers' decorator use_experts_implementation"
+    for use in (record_routes, partial(replay_routes, routes=torch.zeros(1, 1, 1).int())):
+        with pytest.raises(ValueError, match=lacks):
+            use(model)
+    with pytest.raises(ValueError, match=rf"no MoE layer, {type(model.model.embed_tokens).__name__}$"):
+        record_routes(model.model.embed_tokens)
+    unregister()
+    with pytest.raises(ValueError, match=r"call .*register\(\) first"):
+        record_routes(model)
+
+
+def test_experts_of_a_model_that_was_loaded_before(monkeypatch):
+    """They get the decorator when their model is switched to our name."""
+    kind = pytest.importorskip("transformers.models.step3p7.modeling_step3p7").Step3p7Experts
+    monkeypatch.delattr(kind, "has_gate", raising=False)
+    experts = kind.__new__(kind)
+    torch.nn.Module.__init__(experts)
+    with pytest.raises(ValueError, match="for Step3p7Experts, its model was neither loaded nor switched"):
+        record_routes(torch.nn.Sequential(experts))
 
 
 def test_mismatches():

@@ -311,7 +311,8 @@ class ForeignBlock(nn.Module):
 @pytest.fixture
 def foreign(monkeypatch):
     kind = Foreign(1, 2, E, dropped=lambda module: E)
-    monkeypatch.setattr(route_replay, "FINDERS", [lambda m: kind if isinstance(m, ForeignExperts) else None])
+    finders = {"": lambda m: kind if isinstance(m, ForeignExperts) else None}
+    monkeypatch.setattr(route_replay, "FINDERS", finders)
     return nn.Sequential(ForeignBlock(), ForeignBlock())
 
 
