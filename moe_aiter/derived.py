@@ -12,7 +12,8 @@ one at the same address.  An entry is dropped
   * when the entries take more than `cache_size()`: the entry whose last use is the longest ago goes first
 
 Some changes cannot be seen.  Call `forget()` after them: a write through `.data` by hand, loading shards from
-a checkpoint, and the replay of a CUDA graph that contains the optimizer.
+a checkpoint, and the replay of a CUDA graph that contains the optimizer.  Experts in host memory (`offload`)
+are then copied again too.
 
 While a CUDA graph is captured, entries made before the capture are reused.  They then live as long as the
 weight and never change, because each replay reads them.  Without such an entry, the value is computed within
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .config import settings
 from .op import is_plain, is_transformed
@@ -53,6 +54,7 @@ class Cache:
 
     def __init__(self, limit: float = math.inf):
         self.limit, self.size, self.age, self.hook = limit, 0, 0, None
+        self.age_of_frozen = 0  # grows when weights without a gradient may have changed without a trace
         self.entries: OrderedDict[tuple, Entry] = OrderedDict()  # what was not asked for longest comes first
         self.dead: deque[tuple] = deque()
         self.lock = threading.Lock()  # autograd runs on threads of its own
@@ -96,14 +98,19 @@ class Cache:
                 self.entries[key] = Entry(storage, before, value, size)
                 self.size += size
                 self.shrink()
-                if self.hook is None:
-                    self.hook = register_optimizer_step_post_hook(self.on_step)
+                self.follow_optimizers()
         return value
 
-    def on_step(self, *_) -> None:
+    def follow_optimizers(self) -> None:
+        if self.hook is None:
+            self.hook = register_optimizer_step_post_hook(self.on_step)
+
+    def on_step(self, optimizer: Optimizer, *_) -> None:
         """Forget values of floats after an optimizer's step, which writes floats only."""
+        groups = optimizer.param_groups
         with self.lock:
             self.age += 1
+            self.age_of_frozen += any(not p.requires_grad for group in groups for p in group["params"])
             for key in [key for key in self.entries if dtype_in(key).is_floating_point]:
                 self.drop(key)
 
@@ -111,6 +118,7 @@ class Cache:
         """Drop everything."""
         with self.lock:
             self.age += 1
+            self.age_of_frozen += 1
             self.entries.clear()
             self.size = 0
 
@@ -259,5 +267,5 @@ def cache_size() -> int:
 
 
 def forget() -> None:
-    """Drop all that is kept: after a weight has changed without a trace."""
+    """Drop all that is kept, also the copies of `offload`: after a weight has changed without a trace."""
     CACHE.forget()

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..derived import forget
 from ..kernels.base.check import FLOATS
 from ..kernels.quantize.four_bit import FourBit
 from ..layers.by_step import LowRank
@@ -93,6 +94,8 @@ def replaced() -> dict[str, tuple[type, Callable]]:
         "get_param": (wrapper, get_param),
         "_inject_parameters": (BaseTuner, inject_parameters),
         "_check_merge_allowed": (LoraModel, check_merge_allowed),
+        "merge": (wrapper, forgetting("merge")),
+        "unmerge": (wrapper, forgetting("unmerge")),
     }
 
 
@@ -329,3 +332,13 @@ def check_merge_allowed(self: nn.Module) -> None:
         if packed is not None:
             weight = f"{module.parameter_name} of {name}"
             raise ValueError(f"{weight} has {packed.bits} bits, which would round adapters away")
+
+
+def forgetting(name: str) -> Callable[..., None]:
+    """Return a method in place of `merge` or `unmerge`, which write to the weight without a trace."""
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _originals[name](self, *args, **kwargs)
+        forget()
+
+    return method

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..derived import state_of
+from ..derived import CACHE, state_of
 from ..kernels.base.check import check_sizes, checked
 from ..private_api import (
     MOVE,
@@ -72,7 +72,8 @@ class Layer:
         for part in modules_of_weights(module):
             owners += own_parameters(part), own_buffers(part)
         self.found = [(owner, key) for owner in owners for key, t in owner.items() if t is not None]
-        self.places = [self.next_place(owner[key]) for owner, key in self.found]
+        self.layouts: list[tuple[Any, ...]] = []  # of the weights, to which the places belong
+        self.places: list[BufferPlace] = []
 
     def next_place(self, t: Tensor) -> BufferPlace:
         stride = torch.empty_like(t, device="meta").stride()  # that of `t`, unless it has gaps
@@ -81,7 +82,10 @@ class Layer:
         return BufferPlace(t.dtype, t.shape, stride, offset)
 
     def weights(self) -> list[Tensor]:
-        """Return the weights in host memory; raise unless they are in their places, and frozen."""
+        """Return the weights in host memory; raise unless they are there, whole, and frozen.
+
+        They may have another dtype or shape than before, and then get other places.
+        """
         weights: list[Any] = [owner.get(key) for owner, key in self.found]
         for (_, key), t in zip(self.found, weights, strict=True):
             if t is None:
@@ -91,7 +95,18 @@ class Layer:
                     f"{key} of {self.name} requires a gradient, and only frozen weights can be offloaded: "
                     "call requires_grad_(False) on the experts"
                 )
+        layouts = [(type(t), t.is_meta, t.dtype, t.shape, t.stride()) for t in weights]
+        if layouts != self.layouts:
+            self.check_whole(weights)
+            self.layouts, self.size = layouts, 0
+            self.places = [self.next_place(t) for t in weights]
         return weights
+
+    def check_whole(self, weights: list[Tensor]) -> None:
+        for (_, key), t in zip(self.found, weights, strict=True):
+            if type(t) not in (Tensor, nn.Parameter) or t.is_meta:
+                kind = "on the meta device" if t.is_meta else type(t).__name__
+                raise ValueError(f"{key} of {self.name} is {kind}, but must be a whole weight with numbers")
 
     @contextlib.contextmanager
     def weights_in(self, data: Tensor | None) -> Iterator[None]:
@@ -114,13 +129,18 @@ def modules_of_weights(module: nn.Module) -> Iterator[nn.Module]:
             yield from modules_of_weights(child)
 
 
+State = tuple[weakref.ref[torch.UntypedStorage], int, int]  # storage, version and address of a weight
+
+
 class Slot:
     """A buffer on the device: the layer that it holds, and the streams that have used it since the copy."""
 
     def __init__(self, size: int, device: torch.device, stream: torch.cuda.Stream | None):
-        self.data = torch.empty(size, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # else it could not serve a training step
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
         self.layer: Layer | None = None
-        self.states: list[tuple[int, int]] = []  # of the weights, when they were copied
+        self.states: list[State] = []  # of the weights, when they were copied
+        self.age = 0  # of the cache of `derived`, when they were copied
         self.users: set[torch.cuda.Stream] = set()
         if stream is not None:
             self.ready = torch.cuda.Event()
@@ -131,7 +151,7 @@ class Slot:
 class SavedPlace(NamedTuple):
     """The object that autograd keeps in place of a weight or of its view."""
 
-    states: list[tuple[int, int]]
+    states: list[State]
     place: BufferPlace
 
 
@@ -141,9 +161,16 @@ class WeightPool:
     def __init__(self, layers: list[Layer], device: torch.device, ahead: int):
         self.layers, self.device, self.ahead = layers, device, ahead
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        size = max(layer.size for layer in layers)
         # the slot that was asked for least recently comes first
-        self.slots = [Slot(size, device, self.stream) for _ in layers[: ahead + 1]]
+        self.slots = [self.new_slot() for _ in layers[: ahead + 1]]
+        CACHE.follow_optimizers()
+
+    def new_slot(self) -> Slot:
+        return Slot(self.size(), self.device, self.stream)
+
+    def size(self) -> int:
+        """Return the bytes of the largest layer, which other weights may have changed."""
+        return max(layer.size for layer in self.layers)
 
     def use(self, layer: Layer) -> Slot:
         """Return the slot with the weights of `layer`, for the current stream, and copy the next layers."""
@@ -163,14 +190,16 @@ class WeightPool:
 
     def fill(self, layer: Layer) -> Slot:
         """Return the slot that holds the weights of `layer`, or will when the copies have run."""
+        weights, age = layer.weights(), CACHE.age_of_frozen
+        states = [(weakref.ref(t.untyped_storage()), *state_of(t)) for t in weights]
         slot = next((slot for slot in self.slots if slot.layer is layer), self.slots[0])
         self.slots.remove(slot)
+        if slot.data.nbytes != self.size():
+            slot = self.new_slot()
         self.slots.append(slot)
-        weights = layer.weights()
-        states = [state_of(t) for t in weights]
-        if slot.layer is layer and slot.states == states:
+        if slot.layer is layer and slot.states == states and slot.age == age:
             return slot
-        slot.layer, slot.states = layer, states
+        slot.layer, slot.states, slot.age = layer, states, age
         if self.stream is not None:
             for user in slot.users:
                 self.stream.wait_stream(user)
@@ -227,7 +256,7 @@ class WeightPool:
             self.stream.synchronize()  # copies may still read the weights
 
     def after_loading(self, layer: Layer, *_: object) -> None:
-        to_host(layer, self.device)  # load_state_dict(assign=True) brings other memory
+        to_host(layer, self.device)  # load_state_dict(assign=True) brings other memory, of any dtype
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -346,9 +375,6 @@ def layers_to_offload(model: nn.Module) -> list[Layer]:
         for (_, key), t in zip(layer.found, layer.weights(), strict=True):
             if places[id(t)] > 1:
                 raise ValueError(f"{key} of {layer.name} belongs to other modules too: offload needs its own")
-            if type(t) not in (Tensor, nn.Parameter) or t.is_meta:
-                kind = "on the meta device" if t.is_meta else type(t).__name__
-                raise ValueError(f"{key} of {layer.name} is {kind}, but must be a whole weight with numbers")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts: there is nothing to offload")
     return layers

@@ -78,6 +78,30 @@ def test_training_is_the_same_to_the_bit(family, format, lora, repeat):
         peft_file.unregister()
 
 
+def test_weights_of_another_dtype():
+    model = adapted("qwen3_moe", "", "")
+    other = copy.deepcopy(model)
+    offload(model, "cpu")
+    step(model)
+    for m in (model, other):
+        m.load_state_dict({name: t.bfloat16() for name, t in m.state_dict().items()}, assign=True)
+    assert all(torch.equal(a, b) for a, b in zip(step(model), step(other), strict=True))
+
+
+def test_adapters_of_peft_are_merged():
+    """PEFT writes through `.data`."""
+    model = adapted("qwen3_moe", "", "peft")
+    other = copy.deepcopy(model)
+    offload(model, "cpu")
+    try:
+        for change in ("train", "merge_adapter", "unmerge_adapter"):
+            for m in (model, other):
+                getattr(m, change)()
+            assert torch.equal(model(input_ids=TOKENS).logits, other(input_ids=TOKENS).logits)
+    finally:
+        peft_file.unregister()
+
+
 def test_another_implementation():
     model = adapted("qwen3_moe", "", "")
     model.set_experts_implementation("eager")

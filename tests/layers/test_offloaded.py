@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -21,6 +22,7 @@ from moe_aiter import (
     quantize,
 )
 from moe_aiter.config import interpret
+from moe_aiter.derived import forget
 from moe_aiter.layers.offloaded import KINDS, WeightPool, layers_to_offload
 from moe_aiter.private_api import top_hooks
 
@@ -325,6 +327,132 @@ def test_the_state_dict_keeps_its_names_and_loads(device):
     back = frozen(device)
     back.load_state_dict(model.state_dict())
     assert_same({"out": back(x)}, {"out": other(x)})
+
+
+class Unseen(torch.optim.Optimizer):
+    """Writes to all that it has, and leaves no trace in the version."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(2)
+
+
+def twice_and_forget(model):
+    for p in model.parameters():
+        p.data.mul_(2)
+    forget()
+
+
+@pytest.mark.parametrize("write", [twice_and_forget, lambda m: Unseen(m.parameters()).step()])
+def test_a_write_without_a_trace(write, device, monkeypatch):
+    model, x = frozen(device, "plain", layers=2), tokens(device)
+    other = copy.deepcopy(model)
+    offload(model, device)
+    for _ in range(2):
+        assert_same(step(model, x), step(other, x))
+        write(model), write(other)
+    y = x.clone().requires_grad_()
+    outs = [m(y).sum() for m in (model, other)]
+    write(model), write(other)  # autograd sees it neither here nor there
+    got, want = (torch.autograd.grad(out, y)[0] for out in outs)
+    assert torch.equal(got, want)
+    step(model, x)
+    seen = copies(monkeypatch)
+    router = model.layers[0].router
+    torch.optim.SGD(router.parameters(), 0.1).step()
+    step(model, x)
+    assert seen == []
+
+
+OTHER_WEIGHTS = {
+    "bfloat16": lambda t: t.bfloat16(),
+    "float64": lambda t: t.double(),
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "in a larger block": lambda t: torch.cat([t, t])[len(t) :],
+}
+
+
+@pytest.mark.parametrize("by", ["load_state_dict", "hand"])
+@pytest.mark.parametrize("layers", [[0, 1, 2], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("change", OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
+def test_other_weights_have_other_places(change, layers, by, device):
+    """Weights of another dtype or layout: the same bits as without `offload`, in buffers of their size."""
+    model, x = frozen(device, "plain", layers=3), tokens(device)
+    other = copy.deepcopy(model)
+    offload(model, device)
+    y = x.clone().requires_grad_()
+    before = model(y)  # the buffers hold the old weights
+    for m in (model, other):
+        for number in layers:
+            moe = m.layers[number]
+            weights = {name: change(t.clone()) for name, t in moe.state_dict().items() if t.dim() > 1}
+            moe.router.to(next(iter(weights.values())).dtype)
+            if by == "hand":
+                experts = {k.removeprefix("experts."): t for k, t in weights.items() if "experts." in k}
+                for name, t in experts.items():
+                    setattr(moe.experts, name, nn.Parameter(t, requires_grad=False))
+            else:
+                moe.load_state_dict(weights, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match="have changed since the forward pass"):
+        before.sum().backward()
+    model.zero_grad()
+    for moe, expected in zip(model.layers, other.layers, strict=True):
+        z = x.to(moe.experts.down.dtype)
+        assert_same(step(moe, z), step(expected, z))
+    pool = pool_of(model)
+    assert {slot.data.nbytes for slot in pool.slots} == {max(layer.size for layer in pool.layers)}
+
+
+def test_weights_of_another_shape(device):
+    model, x = frozen(device, "plain", layers=2), tokens(device)
+    other = frozen(device, "plain", layers=2)
+    offload(model, device)
+    model(x)
+    for m in (model, other):
+        experts = m.layers[1].experts
+        for name, size in {"gate_up": (E, 6 * H, H), "down": (E, H, 3 * H)}.items():
+            numbers = torch.linspace(-0.1, 0.1, math.prod(size), device=device)
+            setattr(experts, name, nn.Parameter(numbers.view(size), requires_grad=False))
+    assert_same(step(model, x), step(other, x))
+
+
+def test_a_subclass_that_loads_is_refused(device):
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = frozen(device, "plain", layers=1)
+    offload(model, device)
+    experts = model.layers[0].experts
+    weights = {name: t.as_subclass(Wrapped) for name, t in experts.state_dict().items()}
+    with pytest.raises(ValueError, match=r"of layers.0.experts is Wrapped, but must be a whole weight"):
+        for name, t in weights.items():
+            experts._parameters[name] = t
+        model(tokens(device))
+
+
+def test_a_weight_in_the_memory_of_an_earlier_one(device):
+    """Address and version are those of the weight that was copied."""
+    model, x = frozen(device, "plain", layers=2), tokens(device)
+    other = frozen(device, "plain", layers=2)
+    offload(model, device)
+    for number in range(12):
+        w = torch.randn(E, H, H, device=device)
+        for moe in [*model.layers, *other.layers]:
+            moe.experts.down = nn.Parameter(w.clone(), requires_grad=False)
+        if number % 2:
+            assert_same({"out": model(x)}, {"out": other(x)})
+
+
+def test_buffers_that_inference_mode_made(device):
+    model, x = frozen(device, "plain", layers=2), tokens(device)
+    other = copy.deepcopy(model)
+    with torch.inference_mode():
+        offload(model, device)
+    assert_same(step(model, x), step(other, x))
 
 
 def test_moving_and_ending(device):
