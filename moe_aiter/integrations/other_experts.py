@@ -277,12 +277,23 @@ def transformers_version() -> tuple[int, ...]:
 # how a module learns its implementation
 
 
-def follow_configurations() -> None:
-    """Let each class of `OTHERS` that is imported ask its configuration for the implementation."""
+def imported() -> Iterator[tuple[Any, Other]]:
+    """The classes of `OTHERS` that are imported."""
     for name, other in OTHERS.items():
         file, _, kind = name.rpartition(".")
-        found = getattr(sys.modules.get(file), kind, None)
-        done = found is None or hasattr(found.forward, "__wrapped__")  # here, or by transformers' decorator
+        if (found := getattr(sys.modules.get(file), kind, None)) is not None:
+            yield found, other
+
+
+def any_asks() -> bool:
+    """Whether a class asks its configuration by `follow_configurations`."""
+    return any(hasattr(found.forward, "is_ours") for found, _ in imported())
+
+
+def follow_configurations() -> None:
+    """Let each class of `OTHERS` that is imported ask its configuration for the implementation."""
+    for found, other in imported():
+        done = hasattr(found.forward, "__wrapped__")  # here, or by transformers' decorator
         if not done and other.oldest <= transformers_version():
             found.forward = following(found.forward, other)
             if other.forward is None:

@@ -53,6 +53,7 @@ from .other_experts import (
     NAME,
     NOT_OURS,
     OTHERS,
+    any_asks,
     class_of,
     follow_configurations,
     give_configurations,
@@ -109,20 +110,20 @@ def register(
         FINDERS.append(summed_weights)
         ROUTE_FINDERS["transformers"] = routed_experts
         OFFLOAD_FINDERS.append(is_experts)
-    if not _originals:
-        from transformers import PreTrainedModel as model
+    from transformers import PreTrainedModel as model
 
-        names = "from_pretrained", "_from_config", "set_experts_implementation"
-        _originals.update((name, vars(model)[name]) for name in names)
-        for name in names[:2]:
-            setattr(model, name, classmethod(warns_after_making(_originals[name].__func__)))
-        model.set_experts_implementation = warns_after_switching(model.set_experts_implementation)
+    making = "from_pretrained", "_from_config"
+    for name in {*making, "set_experts_implementation"} - _originals.keys():
+        own = _originals[name] = vars(model)[name]
+        ours = classmethod(warns_after_making(own.__func__)) if name in making else warns_after_switching(own)
+        setattr(model, name, ours)
 
 
 def unregister() -> None:
     """Remove the name "moe_aiter" from transformers.
 
-    The next forward pass of a model that still uses it raises an error.
+    The next forward pass of a model that still uses it raises an error; `set_experts_implementation` switches
+    it to another.  That method stays ours once a class of `OTHERS` asks: transformers' changes nothing there.
     """
     interface()._global_mapping.pop(NAME, None)
     if (of_fp8 := fp8_interface()) is not None:
@@ -133,12 +134,8 @@ def unregister() -> None:
     FINDERS[:] = [finder for finder in FINDERS if finder is not summed_weights]
     ROUTE_FINDERS.pop("transformers", None)
     OFFLOAD_FINDERS[:] = [finder for finder in OFFLOAD_FINDERS if finder is not is_experts]
-    if _originals:
-        from transformers import PreTrainedModel as model
-
-        for name, original in _originals.items():
-            setattr(model, name, original)
-        _originals.clear()
+    for name in _originals.keys() - ({"set_experts_implementation"} if any_asks() else set()):
+        setattr(sys.modules["transformers"].PreTrainedModel, name, _originals.pop(name))
 
 
 def interface() -> type:
@@ -192,7 +189,8 @@ def warns_after_switching(method):
     def run(self, experts_implementation):
         method(self, experts_implementation)
         given = experts_implementation
-        follow_configurations()
+        if NAME in interface()._global_mapping:  # else `unregister` has left this method
+            follow_configurations()
         give_configurations(self, given)
         if NAME in (given.values() if isinstance(given, dict) else [given]):
             warn_if_unused(self)

@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_aiter import use_main_grad
 from moe_aiter.integrations import other_experts as others
-from moe_aiter.integrations.other_experts import NOT_OURS, OTHERS, transformers_version
+from moe_aiter.integrations.other_experts import NOT_OURS, OTHERS, implementation_of, transformers_version
 from moe_aiter.integrations.transformers import NAME, check, known_gate, register, unregister
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -197,6 +197,30 @@ def test_loading_copying_and_unregistering(tmp_path):
     model(TOKENS)
     with pytest.raises(KeyError, match=NAME):
         copied(TOKENS)
+
+
+@families
+@pytest.mark.parametrize("given", ["eager", {"": "eager"}], ids=["name", "dict"])
+def test_back_to_eager_after_unregister(family, given, calls):
+    model = tiny(family)
+    want = step(model, "eager")
+    model.set_experts_implementation(NAME)
+    unregister()
+    unregister()
+    with pytest.raises(KeyError, match=NAME):
+        step(model, NAME)
+    model.set_experts_implementation(given)
+    assert implementation_of(model) == "eager"
+    got = step(model, "eager")
+    assert all(torch.equal(got[name], value) for name, value in want.items()) and not calls
+    with pytest.raises(ValueError, match=NAME):
+        model.set_experts_implementation(NAME)
+    assert_close(step(model, "eager"), want, 1e-6)
+    register()
+    assert_close(step(model, "eager"), want, 1e-6)  # as it was switched
+    assert not calls and set(paths(model).values()) == {"not ours"}
+    assert_close(step(model, NAME), want)
+    assert paths(model) == MODELS[family][3]
 
 
 def test_a_model_that_was_made_by_its_class():
