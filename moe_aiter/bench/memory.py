@@ -45,7 +45,7 @@ def report_lines(name: str, shape: Shape, dtype: torch.dtype, target: str, porta
     rows = [f"{first:<20}  " + "".join(f"{n:>10}" for n in rest) for first, *rest in table]
     if len(found) == len(OPTIONS):
         rows.append("no rows of fp8: these sizes, this dtype or this GPU would multiply in 16 bits")
-    return [head, *figures(of_weights(shape, dtype, shape.num_experts)), "", *rows, NOTE]
+    return [head, *figures(of_weights(shape, dtype, shape.num_experts)), "", *rows, *NOTE.splitlines()]
 
 
 def steps(shape: Shape, dtype: torch.dtype, portable: str) -> dict[str, "Step"]:
