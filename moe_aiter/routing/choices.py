@@ -154,7 +154,7 @@ class TopP(Choice):
         expert_ids = topk(ranked, top_k)[1]
         *columns, _ = scores.gather(1, expert_ids).unbind(1)
         # torch calls its cumsum of floats on a GPU nondeterministic, and refuses it
-        before = torch.stack([*accumulate(columns, initial=scores.new_zeros(len(scores)))], 1)
+        before = torch.stack([*accumulate(columns, initial=scores.new_zeros(scores.shape[0]))], 1)
         enough = before >= self.p * scores.sum(1, keepdim=True)
         enough = enough & (torch.arange(top_k, device=scores.device) > 0)
         return expert_ids.masked_fill(enough, -1)
