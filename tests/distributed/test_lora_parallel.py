@@ -158,11 +158,12 @@ def one_rank(rank: int, folder: str) -> None:
     load_sharded(f"{folder}/one", model)
     results["loaded", "ddp"] = dict(model.module.state_dict()) | {"shared": False}
     save_sharded(f"{folder}/ranks-ddp", model)
-    model = smaller_rank(6, False)
-    for weight in model[0].experts.base.owners():
-        shard_codes(weight, mesh["ep"])
-    results["loaded", "codes by fsdp"] = loaded(model, f"{folder}/one")
-    save_sharded(f"{folder}/ranks-codes by fsdp", model)
+    if shards_integers(mesh["ep"]):
+        model = smaller_rank(6, False)
+        for weight in model[0].experts.base.owners():
+            shard_codes(weight, mesh["ep"])
+        results["loaded", "codes by fsdp"] = loaded(model, f"{folder}/one")
+        save_sharded(f"{folder}/ranks-codes by fsdp", model)
     model = parallelize(nn.Sequential(build({}, {}, num_experts=1)), expert_mesh("cpu", 1))
     with pytest.raises(ValueError, match=r"gate_up is sharded by .*: merge needs whole experts"):
         model[0].experts.merge()
@@ -206,6 +207,18 @@ def refused_where_weights_come_and_go() -> None:
             unit.merge()
         unit.reshard()
     model.merge()
+
+
+def shards_integers(mesh) -> bool:
+    """Whether FSDP2 takes integers, as that of torch 2.11 does not."""
+    codes = nn.Module()
+    codes.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    try:
+        fully_shard(codes, mesh=mesh)
+    except RuntimeError as error:
+        assert "only Tensors of floating point dtype can require gradients" in str(error)
+        return False
+    return True
 
 
 def smaller_rank(num_experts: int, loaded: bool = True) -> nn.Module:
@@ -342,6 +355,8 @@ def test_4_bits_with_fsdp_and_checkpoints(ranks, ep):
 @pytest.mark.parametrize("ep", [1, 2, "ddp", "codes by fsdp"])
 def test_checkpoints_of_4_bits_and_smaller_ranks_move_between_1_and_2_ranks(ranks, ep):
     """Where ranks share the experts, double-quantised scales become float32, with the same bits."""
+    if ("loaded", ep) not in ranks[0]:
+        pytest.skip("FSDP2 of this torch shards no integers")
     double, single = smaller_rank(6), smaller_rank(6)
     for weight in single[0].experts.base.owners():
         weight.shard(lambda t: t)
