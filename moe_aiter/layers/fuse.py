@@ -99,7 +99,7 @@ class FusedPart(nn.Module):
         return self.fused.sizes[self.index]
 
     def forward(self, input: Tensor) -> Tensor:
-        if REPLICA in self.__dict__:  # nobody has tried such copies of a module that several modules have
+        if REPLICA in self.__dict__:  # all projections share `fused`, and no test covers its replicas
             raise RuntimeError(
                 "fused projections are not for nn.DataParallel: unfuse(model) first, or use "
                 "DistributedDataParallel"
