@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from check import Hidden
 from torch._subclasses import FakeTensorMode
 
 from moe_aiter import derived as module
@@ -62,18 +63,6 @@ CHANGES = {
     "an optimizer that hides it": lambda w: Hidden([w]).step(),
     "forget": lambda w: forget(),
 }
-
-
-class Hidden(torch.optim.Optimizer):
-    """Leaves no trace in the version."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(1)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
