@@ -62,7 +62,7 @@ class AfterTorch:
             loader, run = spec.loader, spec.loader.exec_module
 
             def exec_module(module) -> None:
-                del loader.exec_module  # the loader may serve other modules too
+                loader.exec_module = run  # what was there before, another hook's too
                 run(module)
                 extend_namespace()
 

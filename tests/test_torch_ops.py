@@ -62,3 +62,19 @@ def test_torch_may_be_missing():
         "except ModuleNotFoundError: sys.exit()\n"
         "sys.exit(1)\n"
     )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_package_may_hook_the_import_of_torch_in_the_same_way(first):
+    run(
+        "import importlib.util, pathlib, sys, moe_aiter\n"
+        "from moe_aiter import torch_ops\n"
+        "path = pathlib.Path(torch_ops.__file__)\n"
+        "other = importlib.util.module_from_spec(importlib.util.spec_from_file_location('other', path))\n"
+        "other.__spec__.loader.exec_module(other)\n"
+        "other.extend_namespace = lambda: ran.append(1)\n"
+        "ran = []\n"
+        "other.define_on_demand()\n"
+        f"if {first}: sys.meta_path[:2] = sys.meta_path[1::-1]\n"
+        f"import torch\n{ASK}\nassert ran == [1]"
+    )
