@@ -34,6 +34,7 @@ OF_ROWS = {**FORMATS, "int8": torch.int8}
 LEAST = 2.0**-126  # the smallest scale, whose reciprocal is finite as well
 ELEMENTS = 8192  # of a tile of rows that lie in memory as rows
 PART = 2**18  # of x that torch quantises at a time: a CPU's cache holds them, as float32
+GPU_PART = 2**24  # the same on a GPU, where a launch has to pay
 
 
 class QuantizeRowsInputs(NamedTuple):
@@ -99,10 +100,11 @@ def fill_by_parts(outs: tuple[Tensor, Tensor], i: Any, reference: Callable, rows
 
 
 def parts_of(x: Tensor, rows: int = 1) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield where some PART of x (M, K) or (G, M, K) lies, and where its blocks of `rows` rows do."""
+    """Yield where some part of x (M, K) or (G, M, K) lies, and where its blocks of `rows` rows do."""
     (G, M, K), _ = as_groups(x)
-    groups = min(max(PART // max(M * K, 1), 1), max(G, 1))
-    blocks = max(PART // max(groups * rows * K, 1), 1)
+    part = PART if x.is_cpu else GPU_PART
+    groups = min(max(part // max(M * K, 1), 1), max(G, 1))
+    blocks = max(part // max(groups * rows * K, 1), 1)
     for g, b in product(range(0, G, groups), range(0, cdiv(M, rows), blocks)):
         of = slice(g, g + groups), slice(b, b + blocks)
         at = of[0], slice(b * rows, (b + blocks) * rows)
@@ -295,8 +297,8 @@ def multiplied_back(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_parts(fn: Callable, x8: Tensor, scale: Tensor, dtype: torch.dtype, rows: int = 1) -> Tensor:
-    """Return `fn(x8, scale, dtype)`, on a CPU one part after another, since `fn` works in float32."""
-    if not x8.is_cpu or torch.compiler.is_compiling():
+    """Return `fn(x8, scale, dtype)`, one part after another, since `fn` works in float32."""
+    if torch.compiler.is_compiling() or x8.numel() <= (PART if x8.is_cpu else GPU_PART):
         return fn(x8, scale, dtype)
     out = torch.empty_like(x8, dtype=dtype)
     for at, of in parts_of(x8, rows):
