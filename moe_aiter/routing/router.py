@@ -165,6 +165,30 @@ def accumulates(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16)
 
 
+MANY = 4096  # tokens for which the products of parts take less time than one of float32
+
+
+def splits(x: Tensor, weight: Tensor) -> bool:
+    """Whether 16-bit GEMMs multiply parts of a float32 weight: float32 has no matrix instructions."""
+    kinds = x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+    return kinds and (batch_invariant() or x.shape[0] >= MANY)
+
+
+def in_three(t: Tensor) -> list[Tensor]:
+    """The float32 numbers of `t` as a sum of three of bfloat16, whose 24 bits are all that they have."""
+    parts = []
+    for _ in range(2):
+        parts.append(t.to(torch.bfloat16))
+        t = t - parts[-1]
+    return [*parts, t.to(torch.bfloat16)]
+
+
+def sum_of_three(t: Tensor, dim: int) -> Tensor:
+    """The sum of products of `in_three`, which lie side by side along `dim`, the smallest first."""
+    high, middle, low = t.chunk(3, dim)
+    return high + (middle + low)
+
+
 def new_logits(i: LogitsInputs) -> Tensor:
     check_shape("x", i.x, "T", "H")
     check_shape("weight", i.weight, "E", "H")
@@ -180,12 +204,16 @@ def new_logits(i: LogitsInputs) -> Tensor:
 
 
 def fill_logits(out: Tensor, i: LogitsInputs) -> None:
-    if batch_invariant():
+    if splits(i.x, i.weight):
+        parts = i._replace(weight=torch.cat(in_three(i.weight)), bias=None)
+        fill_logits(products := out.new_empty(out.shape[0], 3 * out.shape[1]), parts)
+        out.copy_(sum_of_three(products, 1))
+    elif batch_invariant():
         same = accumulates(i.x, i.weight)
         x, w = (i.x, i.weight) if same else (i.x.to(out.dtype), i.weight.to(out.dtype))
         inputs = GemmInputs(x[None], w.T[None], i.bias, None, "", 1.0, 0.0, out.dtype, False)
         return fill("inner_gemm", (out[None], out.new_empty(0)), inputs)
-    if accumulates(i.x, i.weight):
+    elif accumulates(i.x, i.weight):
         x, w = packed(i.x, i.weight.T)
         torch.mm(x, w, out_dtype=out.dtype, out=out)
     else:
@@ -197,22 +225,35 @@ def fill_logits(out: Tensor, i: LogitsInputs) -> None:
 
 def save_logits(ctx: Any, i: LogitsInputs, output: Tensor) -> None:
     ctx.x_shape, ctx.x_dtype, ctx.accumulates = i.x.shape, i.x.dtype, accumulates(i.x, i.weight)
+    ctx.splits = splits(i.x, i.weight)
     ctx.save_for_backward(i.x if ctx.needs_input_grad[1] else None, i.weight)
     ctx.bias_dtype = None if i.bias is None else i.bias.dtype
 
 
 def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """If the logits came from a 16-bit GEMM, dx and dweight do too, as for an nn.Linear of that dtype:
-    dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`."""
+    dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`.
+
+    Of products of parts, dweight has all; dx, of 16 bits, has those that matter to it."""
     x, weight = saved_tensors(ctx)
     dtype = weight.dtype if ctx.accumulates else dlogits.dtype
     needs, dx, dweight, dbias = LogitsInputs(*ctx.needs_input_grad), None, None, None
     with no_autocast(weight):
-        rounded = dlogits.to(dtype)
-        if needs.x:
-            dx = add_logits_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
-        if needs.weight:
-            dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
+        if ctx.splits:
+            high, middle, low = in_three(dlogits)
+            if needs.x:
+                above, below, _ = in_three(weight)
+                left, right = torch.cat((high, middle, high), 1), torch.cat((above, above, below))
+                dx = add_logits_product(dtokens, left, right, ctx.x_dtype)
+            if needs.weight:
+                parts, x = packed(torch.cat((high, middle, low), 1).T, x)
+                dweight = sum_of_three(torch.mm(parts, x, out_dtype=torch.float32), 0)
+        else:
+            rounded = dlogits.to(dtype)
+            if needs.x:
+                dx = add_logits_product(dtokens, rounded, weight.to(dtype), ctx.x_dtype)
+            if needs.weight:
+                dweight = (rounded.T @ x.to(dtype)).to(weight.dtype)
     if needs.bias:
         dbias = dlogits.sum(0).to(ctx.bias_dtype)
     return gradients(LogitsInputs, x=dx, weight=dweight, bias=dbias)
@@ -264,8 +305,9 @@ class Router(nn.Module):
     Parameters `weight` (E, H) and, with bias=True, `bias` (E,), initialised as nn.Linear does.
     The logits are float32 for any dtype of `x` and `weight`, which may differ, and also under autocast.
     Two float16 or two bfloat16 tensors on a GPU are not upcast: a 16-bit GEMM sums in float32 and
-    stores float32, the same numbers for half of the traffic.  `score`, `renormalize`, `scale` and `choice`
-    are those of `route`.
+    stores float32, the same numbers for half of the traffic.  A float32 weight of many bfloat16 tokens
+    becomes three of bfloat16 for such GEMMs, with the precision of float32.  `score`, `renormalize`,
+    `scale` and `choice` are those of `route`.
 
     With selection_bias=True there is a buffer `selection_bias` (E,), zeros at first and float32 whatever the
     module is cast to, by which `route` chooses; `balance_step` updates it.

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from moe_aiter.routing.router import Router, route, router_logits
+from moe_aiter.invariance import invariant
+from moe_aiter.routing.router import MANY, Router, in_three, route, router_logits
 from moe_aiter.routing.scores import SCORES
 
 MODES = [("softmax", True), ("softmax", False), ("topk_softmax", True), ("sigmoid", True), ("sigmoid", False)]
@@ -255,3 +256,45 @@ def test_axes_of_one_number_in_float64(T, H, E):
     x, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(E, H, dtype=torch.float64)
     for by_columns in (weight.cuda(), weight.T.contiguous().cuda().T):
         torch.testing.assert_close(router_logits(x.cuda(), by_columns, None).cpu(), x @ weight.T)
+
+
+def test_three_of_16_bits_are_all_of_float32():
+    scale = torch.logspace(-20, 37, 58)
+    t = torch.cat([torch.randn(1000, 1), torch.ones(1, 1), 2 - torch.tensor([[2.0**-23]])]) * scale / 4
+    parts = in_three(t)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), t.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [False, True], ids=["", "batch invariant"])
+@pytest.mark.parametrize(
+    "T, H, E", [(MANY, 512, 64), (MANY + 3, 77, 5), (MANY, 64, 1), (1, 512, 64), (0, 8, 2)]
+)
+def test_a_float32_router_of_16_bit_tokens_on_a_gpu(T, H, E, on):
+    """Products of parts have the precision of float32, and are the same for a token alone."""
+    x = draw(T, H, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    router = Router(H, E, 1, bias=True, device="cuda")
+    dlogits = draw(T, E, device="cuda", dtype=torch.float32, seed=1)
+
+    def logits_and_gradients(x, dlogits):
+        logits = router_logits(x, router.weight, router.bias)
+        return logits, *torch.autograd.grad(logits, (x, router.weight, router.bias), dlogits)
+
+    with invariant(on):
+        got = logits_and_gradients(x, dlogits)
+        again = logits_and_gradients(x, dlogits)
+        alone = logits_and_gradients(x[-1:], dlogits[-1:])
+    w, tokens, d = (t.detach().double() for t in (router.weight, x, dlogits))
+    exact = tokens @ w.T + router.bias.double(), d @ w, d.T @ tokens, d.sum(0)
+    plain = (
+        tokens.float() @ w.float().T + router.bias,
+        (d @ w).bfloat16(),
+        d.float().T @ tokens.float(),
+        d.sum(0).float(),
+    )
+    for value, same, truth, rounded in zip(got, again, exact, plain, strict=True):
+        assert torch.equal(value, same) and value.dtype == rounded.dtype
+        assert (value - truth).norm() <= 2 * (rounded - truth).norm() + 1e-6 * truth.norm()
+    if on and T:
+        assert all(torch.equal(value[-1:], one) for value, one in zip(got[:2], alone[:2], strict=True))
