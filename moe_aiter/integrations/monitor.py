@@ -6,6 +6,7 @@ from torch import nn
 from ..files import need
 from ..kernels.base.check import check_group, checked
 from ..layers.monitor import Monitor, Recorder, scalars_of
+from ..layers.route_replay import ForeignLayer
 from ..routing.plan import make_plan
 from ..routing.router import Routing
 from .transformers import down_of, experts_in, is_experts
@@ -21,7 +22,7 @@ class ExpertsMonitor(Monitor):
     It counts every module whose class has transformers' decorator `use_experts_implementation`, whichever
     implementation runs.  transformers' routers do not report logits and selection biases, so logit_norm,
     logit_max, logsumexp and bias_range are None.  Negative ids are not counted, nor is the id E, which marks
-    experts of other ranks under expert parallelism.
+    experts of other ranks under expert parallelism, nor what `replay_routes` drops.
     """
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -42,7 +43,10 @@ def record_experts(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if recorder is None:
         return
     expert_ids = (kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]).detach()
-    expert_ids = expert_ids.masked_fill(expert_ids == recorder.num_experts, -1)
+    none, routes = expert_ids == recorder.num_experts, getattr(module, "routes", None)
+    if isinstance(routes, ForeignLayer):
+        none = none | routes.drops(expert_ids)
+    expert_ids = expert_ids.masked_fill(none, -1)
     chosen = make_plan(expert_ids, recorder.num_experts).group_sizes
     routing = Routing(expert_ids, None, None, None)
     recorder.record(routing, chosen, chosen, None, module.training)

@@ -307,8 +307,11 @@ class ReplayedLayer(NotCopied):
             self.use.count(routing.expert_ids, own.expert_ids)
 
 
-class ForeignLayer:
-    """Experts of another package, and the `block` whose forward pass chooses experts and calls them."""
+class ForeignLayer(NotCopied):
+    """Experts of another package, and the `block` whose forward pass chooses experts and calls them.
+
+    As of a `MoE`, it is the attribute `routes` of the experts while their routes are recorded or replayed.
+    """
 
     use: RouteRecorder | Player
 
@@ -328,6 +331,7 @@ class ForeignLayer:
 
     def attach(self, use: RouteRecorder | Player, attachment: Attachment) -> None:
         self.use = use
+        attachment.put(self.module, "routes", self)
         self.names = list(inspect.signature(self.module.forward).parameters)
         if isinstance(use, RouteRecorder):
             SteadyForward.of(self.module).attach(self.module, self.record, attachment)
@@ -350,6 +354,11 @@ class ForeignLayer:
             out = forward(*args, **kwargs)
         self.chosen = None
         return out
+
+    def drops(self, ids: Tensor) -> Tensor | bool:
+        """Return which choices of `ids`, as the experts get them, a replay drops: whatever their id is."""
+        route = None if self.chosen is None else self.chosen.route
+        return False if route is None else (route.expert_ids < 0).view_as(ids)
 
     def ids_and_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         return [args[p] if p < len(args) else kwargs[self.names[p]] for p in self.foreign[:2]]

@@ -1,5 +1,6 @@
 """Routes of transformers' models: their own routers weigh the replayed experts, by their own rules."""
 
+import contextlib
 import copy
 from functools import partial
 
@@ -225,6 +226,40 @@ def test_a_monitor_counts_mismatches():
     read = monitor.read()
     for name, layer in replay.differences().items():
         assert layer == (read[name].mismatch_rate, read[name].token_mismatch_rate) and layer.choices > 0
+
+
+@pytest.mark.parametrize("experts", ["eager", NAME])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_monitor_counts_no_dropped_choices(before, experts):
+    """Neither if its hook precedes the replay's, nor where the experts get another id for a dropped one."""
+    model, tokens = tiny_model("qwen3_moe", experts=experts).train(), torch.randint(1, VOCAB, (1, 9))
+    with record_routes(model) as routes:
+        model(tokens)
+    ids = torch.stack([calls[0].expert_ids for calls in routes.values()], 1)
+    ids[[0, 3, 8]] = -1
+    want = [layer[layer >= 0].long().bincount(minlength=E).tolist() for layer in ids.unbind(1)]
+    with contextlib.ExitStack() as stack:
+        if not before:
+            stack.enter_context(replay_routes(model, ids))
+        monitor = stack.enter_context(ExpertsMonitor(model))
+        if before:
+            stack.enter_context(replay_routes(model, ids))
+        model(tokens)
+    assert [s.choices.tolist() for s in monitor.read().values()] == want
+
+
+def test_one_use_at_a_time():
+    model, tokens = tiny_model("qwen3_moe"), torch.randint(1, VOCAB, (1, 5))
+    with record_routes(model) as routes:
+        model(tokens)
+        for use in (record_routes, partial(replay_routes, routes=dict(routes))):
+            with pytest.raises(ValueError, match=r"experts are recorded or replayed already"), use(model):
+                pass
+    with replay_routes(model, routes):
+        with pytest.raises(ValueError, match="already"), record_routes(model):
+            pass
+        model(tokens)
+    assert not any("routes" in vars(m) for m in model.modules())
 
 
 @pytest.mark.parametrize(
