@@ -27,6 +27,7 @@ from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
 from ..private_api import LINEAR, has_hooks
 from ..routing.plan import RoutePlan
+from .loading import Loading
 
 Weights = tuple[Any, ...]  # of experts, as they compute with them: a Tensor, a FourBit or None each
 Within = Callable[..., Tensor]  # what `through` calls in a forward pass
@@ -42,7 +43,7 @@ def option(name: str) -> Any:
     return property(lambda module: getattr(module.options, name), change)
 
 
-class WithOptions(nn.Module):
+class WithOptions(Loading):
     """A module with `ExpertOptions`, whose fields are attributes too."""
 
     options: ExpertOptions = ExpertOptions()  # of a subclass with an __init__ of its own
@@ -281,7 +282,7 @@ def parts_to_draw(whole: Any, path: str = "") -> list[Any]:
     return [part for _, part in found]
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(Loading):
     """A dense MLP, gated or plain: down(act(gate_up(x))), times sigmoid(gate(x)) with `gate`."""
 
     takes_adapter_ids = True  # which torch's wrappers of modules have as well

@@ -20,6 +20,7 @@ from ..kernels.base.check import check_size, checked
 from ..private_api import REPLICA, has_hooks, own_modules, own_parameters
 from .experts import through
 from .linear import multiply
+from .loading import why_not_cast
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -154,6 +155,8 @@ class FusedPart(nn.Module):
                 error_msgs.append(
                     f"{key} is on the meta device: give fused projections memory before loading"
                 )
+            elif why := why_not_cast(key, loaded, t):
+                error_msgs.append(why)
             else:
                 with torch.no_grad():
                     t.copy_(loaded)

@@ -35,6 +35,7 @@ from ..routing.zero_compute import ZeroCompute, rows_of
 from .auxiliary import AuxLosses
 from .dense_gradient import with_dense_gradient
 from .experts import Experts, apply_linear, ids_for, new_latent, new_shared, parts_to_draw
+from .loading import Loading
 
 COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
 # as they are here: a class can be given another `forward` later
@@ -49,7 +50,7 @@ class MoERouting(NamedTuple):
     plan: RoutePlan  # order, rank and group_sizes, also of a `ZeroCompute`, whose rows come last
 
 
-class MoE(nn.Module):
+class MoE(Loading):
     """Top-k mixture of experts in place of a transformer's MLP: (..., H) -> (..., H).
 
         out[t] = sum_j s[t, j] * expert[e_tj](x[t]) + shared(x[t])
