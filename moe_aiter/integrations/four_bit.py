@@ -20,7 +20,7 @@ from ..kernels.base.check import check_known, check_parameter_dtype, checked
 from ..kernels.quantize.four_bit import FORMATS, FP8
 from ..layers.experts import is_hooked, local_part
 from ..layers.training import is_fsdp
-from ..private_api import forget_fsdp, hooks_before, own_parameters
+from ..private_api import forget_fsdp, hooks_before, own_buffers, own_parameters
 from .other_experts import implementation_of
 from .sharded import (
     BLOCKS,
@@ -169,7 +169,7 @@ def load_gpt_oss(
     `<experts>.gate_up_proj_blocks` (E, 2I, H / 32, 16) and `..._scales` (E, 2I, H / 32), for down_proj alike.
     These are the checkpoint's names and shapes, so `save_pretrained` writes what was read.
     Raises ImportError without transformers, FileNotFoundError without a model there, ValueError for a model
-    that is not gpt-oss.
+    that is not gpt-oss, or whose experts are not in MXFP4 or not complete.
     """
     register()
     from transformers import AutoConfig, GptOssForCausalLM
@@ -190,6 +190,14 @@ def load_gpt_oss(
                 as_published(module)
             whole = ("gate_up_proj", "down_proj")  # which no plan finds any more
             self._ep_plan = {key: how for key, how in self._ep_plan.items() if not key.endswith(whole)}
+
+        def initialize_weights(self):  # that the checkpoint has not
+            for module in filter(is_experts, self.modules()):
+                tensors, filled = own_parameters(module) | own_buffers(module), "_is_hf_initialized"
+                lacks = ", ".join(name for name, t in tensors.items() if not getattr(t, filled, False))
+                if lacks and f"down_proj{BLOCKS}" in tensors:
+                    raise ValueError(f"{directory} is not as gpt-oss is published: experts lack {lacks}")
+            super().initialize_weights()
 
         @classmethod
         def maybe_distribute_model(cls, model, distributed_config, mesh_manager):

@@ -82,6 +82,20 @@ def test_gpt_oss_as_published(published, tmp_path_factory):
         load_gpt_oss(other)
 
 
+def test_gpt_oss_with_experts_that_are_not_as_published(published, tmp_path_factory):
+    """Some tensors are missing, or all, as of a checkpoint in bfloat16."""
+    directory, state, whole = published
+    experts = "model.layers.1.mlp.experts."
+    for name in ("down_proj_scales", "gate_up_proj_blocks", "down_proj_bias"):
+        rest = {key: t for key, t in state.items() if key != f"{experts}{name}"}
+        save_file(rest, directory / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"not as gpt-oss is published: experts lack {name}$"):
+            load_gpt_oss(directory)
+    whole.save_pretrained(other := tmp_path_factory.mktemp("whole"))
+    with pytest.raises(ValueError, match=r"experts lack gate_up_proj_blocks, gate_up_proj_scales, down_proj"):
+        load_gpt_oss(other)
+
+
 @pytest.mark.parametrize("which", ["published", "gpt_oss", "qwen3_moe"])
 def test_monitor_and_conversion(which, request):
     """A monitor counts experts of 4 bits, whose weights are no tensors; conversion refuses them."""
