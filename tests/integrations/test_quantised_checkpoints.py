@@ -168,6 +168,10 @@ def lose_order(found):
     del found["model.layers.0.block_sparse_moe.experts.0.w1.g_idx"]
 
 
+def lose_zeros(found):
+    del found["model.layers.0.block_sparse_moe.experts.0.w1.weight_zero_point"]
+
+
 def regroup(found):
     key = "model.layers.0.block_sparse_moe.experts.0.w1.scales"
     found[key] = found[key][:1].contiguous()
@@ -192,6 +196,7 @@ def scramble(found):
     [
         ("gptq", lose, "w1.qzeros is missing beside"),
         ("gptq-desc_act", lose_order, "w1.g_idx is missing beside"),
+        ("asymmetric", lose_zeros, "w1.weight_zero_point is missing beside"),
         ("gptq", regroup, "w1.scales is (1, 24); it should be (2, 24)"),
         ("gptq", centre, "symmetric weight in 'gptq_v2', each the zero point 8"),
         ("gptq", scramble, "its g_idx has numbers outside of 0 to 1"),

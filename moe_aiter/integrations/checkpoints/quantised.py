@@ -172,7 +172,8 @@ class Dequantised(Checkpoint):
             return None
         else:
             parts = {name: stem + name for name in (first, *rest)} | {"": f"{stem}weight"}
-            needed = self.settings.get("desc_act") is True  # of GPTQ: the groups are in no order
+            # GPTQ's groups are in no order then, and of compressed-tensors all weights have zero points
+            needed = True in (self.settings.get("desc_act"), self.settings.get("asymmetric"))
             parts |= {name: stem + name for name in optional if needed or stem + name in self.stored}
         missing = [part for name, part in parts.items() if name and part not in self.stored]
         problems += [f"{part} is missing beside {key}" for part in missing]
@@ -290,6 +291,7 @@ def check_compressed(settings: dict) -> list[str]:
     if order == "group":
         wrong.append("actorder is 'group', which permutes the inputs; known: None, 'weight' and 'static'")
     settings["group_size"] = int(each) if strategy == "group" and sized else sys.maxsize
+    settings["asymmetric"] = all(w.get("symmetric") is False for w in weights if isinstance(w, dict))
     return wrong
 
 
