@@ -53,11 +53,12 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The points of a curve; of many, the lowest and the highest of each stretch."""
+    """The points of a curve; of many, the lowest and the highest of each stretch, which may be all NaN."""
     size = math.ceil(2 * len(points) / MOST_POINTS)
     if size <= 2:
         return points
     parts = (points[i : i + size] for i in range(0, len(points), size))
+    parts = ([p for p in part if not math.isnan(p[1])] or part[:1] for part in parts)  # no order has a NaN
     ends = ([pick(part, key=lambda point: point[1]) for pick in (min, max)] for part in parts)
     return [point for pair in ends for point in sorted(pair)]
 

@@ -75,6 +75,9 @@ def test_a_long_curve_keeps_its_extremes(monkeypatch):
     found = plots.thin(points)
     assert len(found) <= 100 and (5000, 99.0) in found and found == sorted(found)
     assert plots.thin(points[:100]) == points[:100]
+    points[4800], points[4900] = (4800, math.nan), (4900, 77.0)  # the first of its stretch hides no other
+    assert (4900, 77.0) in plots.thin(points)
+    assert all(map(math.isnan, dict(plots.thin([(step, math.nan) for step in range(1000)])).values()))
 
 
 def test_of_many_layers_the_first_and_the_last_are_named():
