@@ -153,6 +153,8 @@ def is_ours(x: Tensor, weight: Tensor) -> bool:
     device = x.device.type
     if x.is_meta:  # torch knows no autocast of meta tensors
         return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # sizes are tensors then
+        return False
     return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == x.dtype
 
 

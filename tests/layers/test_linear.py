@@ -97,6 +97,16 @@ def test_somebody_else_s_patch_on_top_stays_and_goes_on_to_work(calls):
     assert nn.Linear.forward is forward
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated; a trace notes each branch
+def test_a_trace_runs_torchs(calls):
+    """The older exporter of ONNX traces as well.  Sizes are tensors there, which no table has."""
+    one, x = layer(), torch.randn(5, 32).bfloat16()
+    with patch_linear():
+        traced = torch.jit.trace(one, x, check_trace=False)
+    x = torch.randn(300, 32).bfloat16()
+    assert torch.equal(traced(x), one(x)) and not calls
+
+
 def test_several_threads_share_the_patch(calls):
     one, x = layer(), torch.randn(5, 32).bfloat16()
     with patch_linear():
