@@ -50,8 +50,13 @@ def fp8_of(module: nn.Module, name: str) -> FourBit | None:
             f"{kind} has scales of blocks of {tuple(module.block_size)}; "
             f"experts_implementation={NAME!r} reads those of ({ROW_BLOCK}, {ROW_BLOCK}) and of whole experts"
         )
+    half = weight.shape[1] // 2
+    if module.block_size is not None and name == "gate_up_proj" and half % ROW_BLOCK > ROW_BLOCK // 2:
+        raise ValueError(  # as many blocks whether gate and up have their own or share one, and other numbers
+            f"{kind} has {half} rows of gates, so a block of {ROW_BLOCK} rows may have gates and ups: "
+            f"experts_implementation={NAME!r} needs a multiple of {ROW_BLOCK} rows"
+        )
     if module.block_size is None and scale_inv.shape[1:] == (2, 1):  # a scale for gate, one for up
-        half = weight.shape[1] // 2
         if half % ROW_BLOCK:
             raise ValueError(
                 f"{kind} has one scale for {half} rows of gates and one for up: "

@@ -135,6 +135,13 @@ def test_fp8_experts_of_transformers(tmp_path):
     convert(tmp_path / "theirs", tmp_path / "ours")
     got = load_moe(tmp_path / "ours", "model.layers.1.mlp").experts.gate_up
     torch.testing.assert_close(got.half(), torch.stack([e[1] for e in experts]), rtol=2**-7, atol=0)
+    # 24 rows of gates and 24 of up: four blocks of 13 rows, or two of each
+    settings = FP8 | {"weight_block_size": [13, 10]}
+    parts[f"{key}_scale_inv"] = torch.ones(len(experts), 4, 2)
+    change(tmp_path / "theirs", lambda found: found.update(parts))
+    change_config(tmp_path / "theirs", quantization_config=settings)
+    with pytest.raises(CheckpointError, match=r"has 24 rows of gates.* a multiple of 13 rows is needed"):
+        convert(tmp_path / "theirs", tmp_path / "other")
 
 
 def test_stacked_experts_are_read_one_at_a_time(tmp_path, monkeypatch):

@@ -189,6 +189,9 @@ def test_two_scales_in_a_block_are_refused():
     module = experts_of(tiny(weight_block_size=None))[0]
     with pytest.raises(ValueError, match=r"one scale for 192 rows of gates.*a multiple of 128 rows"):
         module(torch.zeros(1, 160), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+    module = experts_of(tiny(96))[0]  # has two blocks, as gate and up of a published checkpoint have one each
+    with pytest.raises(ValueError, match=r"96 rows of gates, so a block .* needs a multiple of 128 rows"):
+        module(torch.zeros(1, 160), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
 
 
 def test_adapters_of_peft():

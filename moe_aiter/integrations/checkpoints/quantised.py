@@ -187,6 +187,13 @@ class Dequantised(Checkpoint):
             shape, wanted = self.format.shapes(self.settings, {n: s.shape for n, s in specs.items()}, read)
         except (TypeError, ValueError):  # of too many axes, or too few
             shape, wanted = (), {self.format.first: "of a matrix"}
+        if len(shape) == 3 and parts["weight"].endswith("gate_up_proj"):
+            half, block = shape[1] // 2, self.settings["weight_block_size"][0]
+            if half % block > block // 2:  # as many blocks whether gate and up have their own or share one
+                problems.append(
+                    f"{parts['weight']} has {half} rows of gates, and whether the first rows of up have the "
+                    f"scales of the last gates is not known: a multiple of {block} rows is needed"
+                )
         for name, spec in specs.items():
             if name in wanted and spec.shape != wanted[name]:
                 problems.append(f"{parts[name]} is {spec.shape}; it should be {wanted[name]}")
