@@ -198,10 +198,10 @@ CONFIGS = {theirs.Config: ours.Config for theirs, ours in OURS.items()}
 
 
 def routed_experts_of_torchtitan(module: nn.Module) -> Foreign | None:
-    """For `record_routes` and `replay_routes`.  torchtitan knows no dropped choice: expert 0 has weight 0."""
+    """For `record_routes` and `replay_routes`.  torchtitan knows no dropped choice, but the weight 0."""
     if not isinstance(module, RoutedExperts):
         return None
-    return Foreign(2, 1, module.inner_experts.num_experts, dropped=lambda module: 0)
+    return Foreign(2, 1, module.inner_experts.num_experts, dropped=lambda module: None)
 
 
 FINDERS["torchtitan"] = routed_experts_of_torchtitan

@@ -482,9 +482,9 @@ def routed_experts(module: nn.Module) -> Foreign | str | None:
     return Foreign(1, 2, down_of(module).shape[0], dropped=dropped_id)
 
 
-def dropped_id(module: nn.Module) -> int:
-    """Return E, which our kernels drop, or 0: other implementations have no id that drops a choice."""
-    return down_of(module).shape[0] if implementation_of(module) == NAME else 0
+def dropped_id(module: nn.Module) -> int | None:
+    """Return E, which our kernels drop, or None: other implementations have no id that drops a choice."""
+    return down_of(module).shape[0] if implementation_of(module) == NAME else None
 
 
 def down_of(module: nn.Module) -> Tensor:

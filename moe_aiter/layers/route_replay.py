@@ -45,7 +45,8 @@ class Foreign(NamedTuple):
     expert_ids: int
     routing_weights: int
     num_experts: int
-    dropped: Callable[[nn.Module], int]  # of the experts: the id of a dropped choice, whose weight is 0
+    # of the experts: the id of a dropped choice, whose weight is 0; None where they know no such id
+    dropped: Callable[[nn.Module], int | None]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]] | None  # of a forward pass; None: the same
@@ -380,7 +381,9 @@ class ForeignLayer(NotCopied):
         if recorded is not None:
             weights = recorded.to(weights).view_as(weights)
         dropped = (replayed < 0).view_as(ids)
-        changed = ids.masked_fill(dropped, self.foreign.dropped(module)), weights.masked_fill(dropped, 0)
+        none = self.foreign.dropped(module)
+        ids = ids if none is None else ids.masked_fill(dropped, none)
+        changed = ids, weights.masked_fill(dropped, 0)
         given, named = list(args), dict(kwargs)
         for place, value in zip(self.foreign[:2], changed, strict=True):
             if place < len(given):
@@ -420,8 +423,9 @@ class SteadyForward:
 
 
 class ChosenExperts(TorchFunctionMode):
-    """Lets torch.topk over all experts choose those of a route; a dropped choice is expert 0 here.
+    """Lets torch.topk over all experts choose those of a route; the first k where a token's are dropped.
 
+    So the experts of a token differ, as in any other choice: blocks count them in a map of experts.
     Where all experts are one group, the score of the group is a topk over all experts too.  The last topk of
     as many experts as a route has for a token is the router's choice.
     """
@@ -446,7 +450,8 @@ class ChosenExperts(TorchFunctionMode):
         if self.route is None:
             self.route = take_route(self.player, ranked.flatten(0, -2))
         self.own = own.flatten(0, -2)
-        ids = self.route.expert_ids.clamp_min(0).to(own).view_as(own)
+        ids, first = self.route.expert_ids.to(own), torch.arange(own.shape[-1], device=own.device)
+        ids = first.where(ids < 0, ids).view_as(own)
         return type(out)((ranked.gather(-1, ids), ids))
 
 

@@ -36,6 +36,26 @@ def test_replay(flavor, overridden):
     assert replay.differences()["routed_experts"].choices > 0
 
 
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_dropped_tokens(top_k, overridden):
+    """No expert adds to them, and torchtitan counts the experts of all of its rows."""
+    moe, found = moe_of(FLAVORS[0], overridden), []
+    moe.router.top_k = moe.routed_experts.token_dispatcher.top_k = top_k
+    x = tokens(moe)
+    moe.routed_experts.register_forward_hook(lambda m, args, out: found.append(out.flatten(0, 1)))
+    with record_routes(moe) as routes:
+        moe(x)
+    ids = routes["routed_experts"][0].expert_ids
+    ids[[0, 3]] = -1
+    with replay_routes(moe, routes):
+        moe(x)
+    want, out = found
+    assert out[[0, 3]].count_nonzero() == 0
+    rest = (ids >= 0).any(1)
+    torch.testing.assert_close(out[rest], want[rest])
+
+
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_one_group_of_experts(top_k):
     """The score of the group, the sum of two of its experts, is no choice of experts."""
