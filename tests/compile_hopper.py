@@ -285,6 +285,8 @@ RUNS = {
         f"up of blocks {name}": functools.partial(run_hopper_up, name, bias=True, fp8=E4M3, blocks=True)
         for name in NAMES
     },
+    "up of blocks, odd": lambda: run_hopper_up(interleaved=True, bias=True, fp8=E4M3, blocks=True, k=2880),
+    "down_grad of blocks, odd": lambda: run_hopper_down_grad(fp8=E4M3, blocks=True, k=2880),
     "up of blocks interleaved": lambda: run_hopper_up(interleaved=True, fp8=E4M3, blocks=True),
     "up of blocks without z": lambda: run_hopper_up(save_z=False, fp8=E4M3, blocks=True),
     "up of blocks without a": lambda: run_hopper_up(save_a=False, fp8=E4M3, blocks=True),
@@ -368,15 +370,21 @@ TUNED = {
     ]
     + [functools.partial(run_scaled_on_hopper, x=E4M3, out=F32)],
     "hopper_up_fp8": [
-        functools.partial(run_hopper_up, a, i, bias=True, fp8=E4M3) for a in GATED for i in (False, True)
+        functools.partial(run_hopper_up, a, i, bias=True, fp8=E4M3, k=k)
+        for a in GATED
+        for i in (False, True)
+        for k in (4096, 2880)
     ],
-    "hopper_up_plain_fp8": [functools.partial(run_hopper_up, "gelu", bias=True, fp8=E4M3)],
+    "hopper_up_plain_fp8": [
+        functools.partial(run_hopper_up, "gelu", bias=True, fp8=E4M3, k=k) for k in (4096, 2880)
+    ],
     "hopper_gmm_fp8": [functools.partial(run_hopper_gmm, bias=True, k=k, fp8=E5M2) for k in (2880, 4096)]
     + [functools.partial(run_scaled_groups_on_hopper, E4M3, order) for order in (True, False)],
     "hopper_down_grad_fp8": [
-        functools.partial(run_hopper_down_grad, a, interleaved, need_a, fp8=E5M2)
+        functools.partial(run_hopper_down_grad, a, interleaved, need_a, fp8=E5M2, k=k)
         for a, interleaved in KINDS
         for need_a in (True, False)
+        for k in (4096, 2880)
     ],
     "hopper_tgmm": [
         functools.partial(run_hopper_tgmm, gather, columns_first, groups=256)

@@ -95,7 +95,7 @@ def figures(found: dict[str, int]) -> list[str]:
 
 def multiplies_8_bits(shape: Shape, dtype: torch.dtype) -> bool:
     """Whether Hopper's 8-bit kernels take the sizes; without them the memory of `fp8` is another."""
-    sizes = shape.hidden % hopper.PROMOTED_K == 0 and shape.intermediate % 64 == 0
+    sizes = shape.hidden % hopper.GATHERED_K == 0 and shape.intermediate % 64 == 0
     return dtype in hopper.DTYPES and sizes
 
 

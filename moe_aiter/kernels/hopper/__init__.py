@@ -24,7 +24,7 @@ from ..base.sources import takes_passes
 
 DTYPES = (torch.bfloat16, torch.float16)
 BYTES = (torch.int8, *OCP)
-PROMOTED_K = 256  # of 8-bit floats, gathered: a whole number of the sums that float32 adds up
+GATHERED_K = 16  # 8-bit floats that a thread gathers at a time
 MAX_GROUPS = 1024  # that a program lists in shared memory
 MANY = 128  # rows of a group that a tile is for
 
@@ -180,7 +180,7 @@ def fits_up_fp8(i) -> bool | No:
     N = i.w8.shape[1] // get_activation(i.activation).projections
     fit = is_hopper(i.x8.device) and i.dtype in DTYPES and few(i.w8)
     fit = fit and i.order.numel() > 0 and i.x8.numel() < 2**31
-    return fit and i.x8.shape[1] % PROMOTED_K == 0 and N % 64 == 0
+    return fit and i.x8.shape[1] % GATHERED_K == 0 and N % 64 == 0
 
 
 def fits_gmm_fp8(i) -> bool | No:
@@ -198,7 +198,7 @@ def fits_gmm_unpermute_fp8(i) -> bool | No:
 def fits_down_grad_fp8(i) -> bool | No:
     _, N, K = i.w8.shape
     fit = is_hopper(i.z.device) and i.z.dtype in DTYPES and few(i.w8)
-    return fit and by_tma(i.z) and i.dout8.numel() < 2**31 and K % PROMOTED_K == 0 and N % 64 == 0
+    return fit and by_tma(i.z) and i.dout8.numel() < 2**31 and K % GATHERED_K == 0 and N % 64 == 0
 
 
 def fits_tgmm(i) -> bool | No:

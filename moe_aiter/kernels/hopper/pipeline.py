@@ -225,7 +225,8 @@ def gather(
             ring.wait_empty(i)
             ready = ring.ready.index(i % ring.STAGES)
             weights.start(ring, i, group, tile_n, k)
-            mask = there if EVEN_K else there & (columns < weights.K - k)[None, :]
+            left = (weights.K - k) // x.VECTOR * x.VECTOR  # the same, and the compiler sees whole vectors
+            mask = there if EVEN_K else there & (columns < left)[None, :]
             row_load(ring.a.index(i % ring.STAGES), x.x_ptr + (k + offsets), mask=mask)
             rows_arrive(ready, increment_count=False)
             i += 1

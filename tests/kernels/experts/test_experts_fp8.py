@@ -386,6 +386,7 @@ def test_refuses():
 FITS = {  # H, I, and rows of many sizes
     "even": dict(T=512, H=512, I=256, E=8, k=2),
     "tails": dict(T=777, H=256, I=448, E=40, k=4),
+    "odd": dict(T=300, H=208, I=192, E=5, k=2),  # of H, a part of a stage
 }
 
 
