@@ -111,10 +111,10 @@ def decisions() -> int:
     return _decisions
 
 
-def keep(cache: dict[Key, T], key: Key, value: T) -> None:
+def keep(cache: dict[Key, T], key: Key, value: T, most: int = MOST) -> None:
     """Remember what some metadata decided."""
     if key is not None:
-        if len(cache) >= MOST:
+        if len(cache) >= most:
             cache.clear()
         cache[key] = value
 

@@ -6,6 +6,7 @@ errors say which versions work.
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import importlib
@@ -465,6 +466,43 @@ def triton_launches() -> tuple:
         find("triton.runtime.jit.JITFunction"),
         find("triton.knobs.runtime"),
     )
+
+
+@functools.lru_cache(1024)
+def launch_inside(compiled: Any) -> tuple | None:
+    """Return what NVIDIA's launcher of a compiled kernel does in the end, to do it without the launcher.
+
+    The function that it calls with a grid and a stream; that function's arguments behind these; for each
+    descriptor what its map depends on beside numbers, and a function that returns the arguments in its place;
+    and whether the arguments of the kernel are one.  None where the launcher does more, as allocating memory,
+    or is made in another way than those of WORKS.
+    """
+    try:
+        driver, run, given = importlib.import_module("triton.backends.nvidia.driver"), compiled.run, object()
+        more = run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False)
+        if type(run) is not driver.CudaLauncher or more:
+            return None
+        calls: list[tuple] = []
+        probe = copy.copy(run)
+        probe.launch = lambda *args: calls.append(args)
+        probe(*range(4), compiled.function, compiled.packed_metadata, None, None, None, given)
+        ((*start, last),) = calls
+        as_one = last == (given,)
+        if start[:4] != [*range(4)] or not (as_one or last is given):
+            return None
+        if not inspect.isfunction(run.launch):  # there are no descriptors
+            return run.launch, start[4:], [], as_one
+        maps, place = [], operator.itemgetter(-1 if as_one else slice(len(start), None))
+        kinds = [kind for kind in compiled.src.signature.values() if str(kind).startswith("tensordesc")]
+        for kind, meta in zip(kinds, compiled.metadata.tensordesc_meta, strict=True):
+            if meta is None:  # it has no map
+                return None
+            expand = driver.wrap_handle_tensordesc(lambda *args: place(args), {0: kind}, [meta])
+            one = functools.partial(lambda expand, a: expand(*start, (a,) if as_one else a), expand)
+            maps.append((f"{kind} {meta}", one))
+        return inspect.getclosurevars(run.launch).nonlocals["launcher"], start[4:], maps, as_one
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError):
+        return None
 
 
 @functools.cache

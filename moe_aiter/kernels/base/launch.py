@@ -5,15 +5,16 @@ the references and the public functions, and must still import.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...config import settings
-from ...op import FAR, ROCM
-from ...private_api import current_device, current_stream, triton_launches
+from ...op import FAR, ROCM, keep
+from ...private_api import current_device, current_stream, launch_inside, triton_launches
 
 try:
     import triton
@@ -58,6 +59,7 @@ def num_programs(x: Tensor) -> int:
 # Triton looks at every argument of every launch to find out what it had compiled for; that takes the host
 # as long as a small kernel takes the GPU. An op calls `bind_kernel` once for all inputs of one metadata: then
 # the first launch alone compiles, and every other gives the compiled kernel the addresses of its tensors.
+# What TMA reads of a descriptor depends on numbers alone, and is kept for the next tensor in the same place.
 
 
 def bind_kernel(kernel: Callable, grid: tuple, **constants) -> Callable[..., None]:
@@ -83,16 +85,30 @@ class BoundKernel:
             self.check(args)
         if self.compiled is None or is_watched():
             return self.first(args)
-        run, *kernel, rest = self.compiled
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        run(*self.grid, current_stream(current_device()), *kernel, None, None, None, *values, *rest)
+        run, kernel, tensors, boxes, as_one, rest = self.compiled
+        values = [*args, *rest]
+        for n in tensors:
+            values[n] = args[n].data_ptr()
+        for n, *form in boxes:
+            values[n : n + 1] = mapped(args[n], *form)
+        stream = current_stream(current_device())
+        if as_one:
+            run(*self.grid, stream, *kernel, values)
+        else:
+            run(*self.grid, stream, *kernel, *values)
 
     def first(self, args: tuple) -> None:
         """Launch through Triton, which compiles, and keep the kernel if it runs on a GPU."""
         compiled = self.kernel.run(*args, grid=self.grid, warmup=False, **self.constants)
         if isinstance(compiled, CompiledKernel) and torch.cuda.is_initialized():
             rest = [self.constants[name] for name in self.kernel.arg_names[len(args) :]]
-            self.compiled = compiled.run, compiled.function, compiled.packed_metadata, rest
+            own = compiled.function, compiled.packed_metadata, None, None, None
+            run, kernel, forms, as_one = launch_inside(compiled) or (compiled.run, own, [], False)
+            tensors = [n for n, a in enumerate(args) if isinstance(a, Tensor)]
+            at = [n for n, a in enumerate(args) if isinstance(a, Boxed)]
+            boxes = [(n, *form) for n, form in zip(at, forms, strict=False)]
+            boxes.reverse()  # what one becomes moves what is behind it
+            self.compiled = run, kernel, tensors, boxes, as_one, rest
 
     def check(self, args: tuple) -> None:
         """Raise AssertionError if Triton could compile these arguments in another way than the first ones."""
@@ -109,12 +125,37 @@ def is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-class Descriptor(TensorDescriptor):
-    """Triton's descriptor, by which TMA copies boxes of this shape, without its checks: see `boxes_of`."""
+class Boxed:
+    """Either of Triton's descriptors, by which TMA copies boxes of this shape, without Triton's checks."""
 
-    def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]):
-        self.base, self.shape, self.strides, self.block_shape = x, list(shape), list(strides), list(box)
-        self.specialisation = x.dtype, tuple(box)  # the rest of a descriptor is data
+    def __init__(self, x: Tensor, shape: tuple, strides: tuple, box: tuple):
+        self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
+
+    @property
+    def specialisation(self) -> tuple:
+        return self.base.dtype, self.block_shape  # the rest of a descriptor is data
+
+
+class Descriptor(Boxed, TensorDescriptor):
+    """Triton's descriptor: see `boxes_of`."""
+
+
+MAPPED: dict[Any, list] = {}  # a form, an address, the shape and the strides -> see `mapped`
+MOST_MAPPED = 8192  # of a kilobyte each
+
+
+def mapped(a: Boxed, form: str, expand: Callable[[Boxed], list]) -> list:
+    """Return the arguments that `expand` makes of a descriptor, of which the first is its map for TMA.
+
+    `form` is what a map depends on beside these numbers.  It holds no memory but an address, so whichever
+    tensor is there later, a map of equal numbers is the same map.
+    """
+    key = form, a.base.data_ptr(), a.shape, a.strides
+    found = MAPPED.get(key)
+    if found is None:
+        found = expand(a)
+        keep(MAPPED, key, found, MOST_MAPPED)
+    return found
 
 
 def specialisation(a) -> object:

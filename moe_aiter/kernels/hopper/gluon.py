@@ -5,7 +5,6 @@ No other file imports Gluon.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,13 +23,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...private_api import gluon_internals
 from ...tuning import Config
-from ..base.launch import next_power_of_2
+from ..base.launch import Boxed, next_power_of_2
 
 __all__ = [
-    "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "descriptor", "fence_async_shared", "gl", "gluon",
-    "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged", "ragged_descriptor", "row_load",
-    "rows_arrive", "shared_layout", "store_wait", "tma", "tma_load", "tma_store",
-    "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
+    "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "descriptor",
+    "fence_async_shared", "gl", "gluon", "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged",
+    "ragged_descriptor", "row_load", "rows_arrive", "shared_layout", "store_wait", "tma", "tma_load",
+    "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 make_aggregate, reinterpret = gluon_internals()
@@ -79,13 +78,12 @@ def shared_layout(dtype: torch.dtype, *box: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), DTYPES[dtype])
 
 
-class Descriptor(TensorDescriptor):
+class Descriptor(Boxed, TensorDescriptor):
     """Triton's descriptor without its checks of sizes and strides, which `by_tma` has made."""
 
-    def __init__(self, x: Tensor, shape: Sequence[int], strides: Sequence[int], box: tuple[int, ...]):
-        self.base, self.shape, self.strides, self.block_shape = x, shape, strides, box
-        self.layout = shared_layout(x.dtype, *box)
-        self.specialisation = x.dtype, box  # the rest of a descriptor is data
+    @functools.cached_property  # asked for once by each bound kernel
+    def layout(self) -> gl.NVMMASharedLayout:
+        return shared_layout(self.base.dtype, *self.block_shape)
 
 
 def descriptor(x: Tensor, *box: int) -> Descriptor:

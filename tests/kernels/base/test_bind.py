@@ -32,12 +32,18 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
+class Compiled(SimpleNamespace):
+    """A compiled kernel, which like Triton's is equal to itself alone."""
+
+    __hash__ = object.__hash__
+
+
 @pytest.fixture
 def tritons(monkeypatch):
     """The launches through Triton, and those past it."""
     through, past = [], []
-    compiled = SimpleNamespace(run=lambda *args: past.append(args), function=11, packed_metadata=(4, 1, 0))
-    monkeypatch.setattr(launches, "CompiledKernel", SimpleNamespace)
+    compiled = Compiled(run=lambda *args: past.append(args), function=11, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(launches, "CompiledKernel", Compiled)
     monkeypatch.setattr(launches.JITFunction, "run", lambda *_, **__: through.append(1) or compiled)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(launches, "current_device", lambda: 3)
