@@ -20,6 +20,7 @@ from .gluon import (
     aggregate,
     as_tile,
     beside_groups,
+    bind_descriptor,
     block_g,
     gl,
     gluon,
@@ -308,13 +309,14 @@ def bind_down_grad(i, blocks: bool = False) -> Callable:
         SUMS=(span_of(i.dout, c, i.z.dtype, blocks), blocks), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     sizes = (R, E, own), N // 8, K // 8, i.dout.stride(0) * i.dout.itemsize // 16
-    sum_columns, box = bind_add_partial_sums(tiles_n, R, i.rank.numel()), (c.block_n, c.block_k)
+    sum_columns = bind_add_partial_sums(tiles_n, R, i.rank.numel())
+    own_boxes, guest_boxes = (bind_descriptor(weights_descriptor, c.block_n, c.block_k) for _ in range(2))
+    z_boxes = bind_descriptor(ragged_descriptor, STRIP.value, LINE.value, pieces=pieces)
 
     def launch(out, i, scales=(None, None)):
         dz, a, ds = out
         partial_sums = torch.empty(tiles_n, R, dtype=torch.float32, device=dz.device)
-        w, guests = (w if w is None else weights_descriptor(w, *box) for w in (i.down, i.guests))
-        z_desc = ragged_descriptor(i.z, STRIP.value, LINE.value, pieces=pieces)
+        w, guests, z_desc = own_boxes(i.down), guest_boxes(i.guests), z_boxes(i.z)
         s = i.routing_weights.float().contiguous()
         tensors = i.dout, i.order.contiguous(), w, guests, z_desc, dz, a if need_a else None, s, partial_sums
         for group_sizes, starts in arriving(i.group_sizes):

@@ -5,6 +5,7 @@ No other file imports Gluon.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...config import settings
 from ...private_api import gluon_internals
 from ...tuning import Config
 from ..base.launch import Boxed, next_power_of_2
 
 __all__ = [
-    "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "descriptor",
+    "DTYPES", "PLAIN", "Number", "aggregate", "as_tile", "bind_descriptor", "descriptor",
     "fence_async_shared", "gl", "gluon", "jit_kernel", "mbarrier", "mma_v2", "plain_descriptor", "ragged",
     "ragged_descriptor", "row_load", "rows_arrive", "shared_layout", "store_wait", "tma", "tma_load",
     "tma_store", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait",
@@ -127,6 +129,29 @@ def ragged_descriptor(x: Tensor, *box: int, pieces: int = 1) -> Descriptor:
     if pieces == 1:
         return Descriptor(x, (*shape, width), (*strides, 1), (1, 1, *box))
     return Descriptor(x, (*shape, pieces, width), (*strides, width, 1), (1, 1, box[0], 1, box[1]))
+
+
+def bind_descriptor(make: Callable[..., Descriptor], *box: int, **options: int) -> Callable:
+    """Return `make(x, *box, **options)` as a function of tensors that are alike in all but addresses.
+
+    It computes shape and strides once, and again with MOE_AITER_DEBUG=1, where AssertionError says if they
+    are others.  It returns None for None.
+    """
+    like = None
+
+    def of(x: Tensor | None) -> Descriptor | None:
+        nonlocal like
+        if x is None:
+            return None
+        if like is None or settings.debug:
+            made = make(x, *box, **options)
+            now = made.shape, made.strides, made.block_shape
+            if like not in (None, now):
+                raise AssertionError(f"a descriptor is bound to {like}, not to {now}")
+            like = now
+        return Descriptor(x, *like)
+
+    return of
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from ..base.launch import bind_kernel, num_programs
 from .epilogue import Scales, multiply_blocks, narrowed, span_of
 from .gluon import (
     beside_groups,
+    bind_descriptor,
     block_g,
     descriptor,
     fence_async_shared,
@@ -148,15 +149,17 @@ def bind_product(
         STORES=c.block_n // c.store_n, SUMS=(span_of(x, c, dtype, blocks), blocks),
         BLOCK_G=block_g(G), PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
+    rows = bind_descriptor(descriptor, c.block_m, c.block_k)
+    own_boxes, guest_boxes = (bind_descriptor(weights_descriptor, c.block_n, c.block_k) for _ in range(2))
+    out_rows = bind_descriptor(ragged_descriptor, c.block_m // 2, c.store_n)
 
     def product(
         out, x, w, group_sizes, bias=None, numbers=None, x_scale=None, w_scale=None, starts=None, guests=None
     ):  # fmt: skip
         kernel(
-            descriptor(x, c.block_m, c.block_k), weights_descriptor(w, c.block_n, c.block_k),
-            None if guests is None else weights_descriptor(guests, c.block_n, c.block_k),
+            rows(x), own_boxes(w), guest_boxes(guests),
             None if numbers is None else numbers.contiguous(), None if bias is None else bias.contiguous(),
-            ragged_descriptor(out, c.block_m // 2, c.store_n), group_sizes.contiguous(),
+            out_rows(out), group_sizes.contiguous(),
             starts, x_scale, w_scale, 0 if w_scale is None else w_scale.stride(0),
             M, G, None if numbers is None and not indptr else W, W, N, K,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from .gluon import (
     Number,
     aggregate,
     as_tile,
+    bind_descriptor,
     block_g,
     descriptor,
     fence_async_shared,
@@ -376,13 +377,15 @@ def bind_outer_product(
         STORES=c.block_n // c.store_n, PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
     numbers = M, G, K // VECTOR.value, N, x.stride(0) // VECTOR.value, out_strides
+    x_boxes, y_boxes = (bind_descriptor(ragged_descriptor, c.block_k, n) for n in (c.block_m, c.block_n))
+    out_boxes = bind_descriptor(descriptor, 1, *box)
 
     def product(out, x, y, group_sizes, order):
-        y_desc = ragged_descriptor(y, c.block_k, c.block_n)
+        y_desc = y_boxes(y)
         kernel(
-            None if gathered else ragged_descriptor(x, c.block_k, c.block_m), x if gathered else None,
+            None if gathered else x_boxes(x), x if gathered else None,
             order.contiguous() if gathered else None, y_desc,
-            y_desc if accumulate else descriptor(out, 1, *box), out, group_sizes.contiguous(), *numbers,
+            y_desc if accumulate else out_boxes(out), out, group_sizes.contiguous(), *numbers,
         )  # fmt: skip
 
     return product

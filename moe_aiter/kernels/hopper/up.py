@@ -13,6 +13,7 @@ from .gluon import (
     Number,
     aggregate,
     beside_groups,
+    bind_descriptor,
     block_g,
     fence_async_shared,
     gl,
@@ -236,17 +237,21 @@ def bind_expert_up(
     pieces = 2 if act.gated and not interleaved else 1
 
     def boxes(w):
-        if paired and w is not None:
+        if paired:
             w = w.view(-1, N, 2, K).transpose(1, 2) if interleaved else w.view(-1, 2, N, K)
-        return None if w is None else weights_descriptor(w.mT, columns, c.block_k)
+        return weights_descriptor(w.mT, columns, c.block_k)
+
+    own_boxes, guest_boxes = bind_descriptor(boxes), bind_descriptor(boxes)
+    a_boxes = bind_descriptor(ragged_descriptor, *a_box)
+    z_boxes = bind_descriptor(ragged_descriptor, *z_box, pieces=pieces)
 
     def launch(out, i, scales=(None, None)):
         z, a = out
         # without an a, a shape of which nothing is written
-        a_desc = ragged_descriptor(a if write_a else z, *a_box)
-        z_desc = ragged_descriptor(z, *z_box, pieces=pieces) if write_z else a_desc
+        a_desc = a_boxes(a if write_a else z)
+        z_desc = z_boxes(z) if write_z else a_desc
         order, bias = i.order.contiguous(), None if i.bias is None else i.bias.contiguous()
-        tensors = i.x, order, boxes(i.gate_up), boxes(i.guests), bias, z_desc, a_desc
+        tensors = i.x, order, own_boxes(i.gate_up), guest_boxes(i.guests), bias, z_desc, a_desc
         launch_passes(
             launch_for(starts)(*tensors, group_sizes, starts, *scales, *sizes)
             for group_sizes, starts in arriving(i.group_sizes)
