@@ -416,8 +416,7 @@ class GmmUnpermuteInputs(NamedTuple):
         self, n: slice, rows: Tensor, group_sizes: Tensor, starts: Tensor | None
     ) -> GroupedIntoInputs:
         """Return the inputs of `gmm_into` for some columns of the rows, and for these groups."""
-        bias, guests = (None if t is None else t[..., n] for t in (self.bias, self.guests))
-        w = self.w[:, :, n]
+        bias, w, guests = (columns_of(t, n) for t in (self.bias, self.w, self.guests))
         return GroupedIntoInputs(rows, self.x, w, group_sizes, bias, starts=starts, guests=guests)
 
     def rows(self) -> Tensor:
@@ -453,16 +452,22 @@ def bind_gmm_unpermute(i: GmmUnpermuteInputs, some: bool = False) -> Callable:
 
     def launch(out, i):
         for group_sizes, starts, tokens, sums, add in leaving(i.group_sizes, out):
-            rank, weights = i.rank[tokens], weights_of(i.routing_weights)
-            weights = None if weights is None else weights[tokens]
+            rank, weights = i.rank, weights_of(i.routing_weights)
+            if tokens != slice(None):
+                rank, weights = rank[tokens], None if weights is None else weights[tokens]
             for n, width, by_group, by_pass in launches:
                 rows = i.x.new_empty(R, width)
                 product = by_group if starts is None else by_pass
                 product(rows, i.columns(n, rows, group_sizes, starts))
-                sum_of(rank.shape[0], width, add)(sums[:, n], rows, rank, weights)
+                sum_of(rank.shape[0], width, add)(columns_of(sums, n), rows, rank, weights)
                 del rows  # before those of the next columns
 
     return launch
+
+
+def columns_of(x: Tensor | None, n: slice) -> Tensor | None:
+    """x[..., n], without the time of a view where these are all columns; None for None."""
+    return x if x is None or n == slice(0, x.shape[-1]) else x[..., n]
 
 
 def bind_token_sum(
