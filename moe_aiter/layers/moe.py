@@ -321,15 +321,16 @@ class MoE(Loading):
         self, tokens: Tensor, return_routing: bool, mask: Tensor | None = None
     ) -> tuple[Routing, Tensor]:
         """Return the routing, with scores only if they are needed, and the tokens for the experts."""
-        if type(self.router).forward is not Router.forward:
-            routing: Routing = self.router(hide(tokens, mask))  # a custom router takes the tokens alone
+        router = self.router
+        if type(router).forward is not Router.forward:
+            routing: Routing = router(hide(tokens, mask))  # a custom router takes the tokens alone
             if mask is not None:
                 routing = routing._replace(expert_ids=without_padding(routing.expert_ids, mask))
             return routing, tokens
         need_scores = return_routing or (self.has_losses() and self.needs_scores())
-        if self.is_private(tokens) and not self.router.adds_noise():
-            return self.router.pass_on(tokens, need_scores, mask)
-        return self.router(tokens, need_scores=need_scores, mask=mask), tokens
+        if self.is_private(tokens) and not router.adds_noise():
+            return router.pass_on(tokens, need_scores, mask)
+        return router(tokens, need_scores=need_scores, mask=mask), tokens
 
     def route_fixed(
         self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None

@@ -1,7 +1,7 @@
 """The router: which experts a token goes to, and with what weight."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -283,8 +283,6 @@ class LogitsAndTokens(torch.autograd.Function):
     The gradient that the experts give is overwritten, so it must be theirs alone.
     """
 
-    apply: ClassVar[Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]]
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = router_logits(x, weight, bias)
@@ -297,6 +295,10 @@ class LogitsAndTokens(torch.autograd.Function):
         if dlogits is None:
             return dtokens, None, None
         return backward_logits(ctx, dlogits, dtokens)
+
+
+# without what is for torch.func, which `is_private` has ruled out
+logits_and_tokens: Any = super(torch.autograd.Function, LogitsAndTokens).apply
 
 
 class Router(nn.Module):
@@ -398,7 +400,7 @@ class Router(nn.Module):
 
     def pass_on(self, x: Tensor, need_scores: bool, mask: Tensor | None) -> tuple[Routing, Tensor]:
         """Return what `forward` does, and `x` for the experts: see `LogitsAndTokens`."""
-        logits, x = LogitsAndTokens.apply(hide(x, mask), self.weight, self.bias)
+        logits, x = logits_and_tokens(hide(x, mask), self.weight, self.bias)
         return self.choose(logits, need_scores, mask), x
 
     def extra_repr(self) -> str:
