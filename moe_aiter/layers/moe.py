@@ -21,7 +21,7 @@ from ..kernels.base.check import (
     checked,
 )
 from ..kernels.rows.route import decide
-from ..op import is_plain, is_transformed
+from ..op import is_plain, is_transformed, is_unwatched
 from ..private_api import is_changed, own_buffers, process_group
 from ..routing.balance import count_choices, sum_over_ranks
 from ..routing.capacity import Capacity, drop_over_capacity
@@ -270,15 +270,18 @@ class MoE(Loading):
         tokens, mask, sequences = self.flattened(x, mask, cu_seqlens)
         if self.routes is not None:
             expert_ids, routing_weights = self.routes.given(x, expert_ids, routing_weights)
+        expert_tokens, made = tokens, None
         if expert_ids is not None:
-            routing, expert_tokens = self.route_fixed(x, expert_ids, routing_weights, mask), tokens
+            routing = self.route_fixed(x, expert_ids, routing_weights, mask)
         elif routing_weights is not None:
             raise ValueError("routing_weights are given without their expert_ids")
+        elif self.plans_few(tokens, mask, return_routing):
+            routing, made = self.router.plan_few(tokens)
         else:
             routing, expert_tokens = self.route(tokens, return_routing, mask)
         if self.routes is not None:
             self.routes.see(routing, mask)
-        plan = make_plan(routing.expert_ids, self.num_routed)
+        plan = make_plan(routing.expert_ids, self.num_routed) if made is None else made
         if self.training and self.load is not None and self.load.device != x.device:
             self.follow(x.device)
         load = self.count(self.load, plan) if self.load is not None and self.training else None
@@ -331,6 +334,16 @@ class MoE(Loading):
         if self.is_private(tokens) and not router.adds_noise():
             return router.pass_on(tokens, need_scores, mask)
         return router(tokens, need_scores=need_scores, mask=mask), tokens
+
+    def plans_few(self, tokens: Tensor, mask: Tensor | None, return_routing: bool) -> bool:
+        """Whether `Router.plan_few` does what `route` and `make_plan` do: without gradients, scores, padding
+        or anyone who looks."""
+        router, scores = self.router, self.margins is not None and self.training
+        if mask is not None or return_routing or scores or self.routes is not None:
+            return False
+        if not is_unwatched(tokens) or is_transformed() or is_changed(router, ROUTER_CALL):
+            return False
+        return type(router).choose is Router.choose and not router.adds_noise()
 
     def route_fixed(
         self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None

@@ -23,11 +23,19 @@ from ..kernels.base.check import (
 from ..kernels.base.gemm_row import GemmInputs
 from ..kernels.dense.gemm import product_inside
 from ..kernels.rows.route import choose_experts, decide
+from ..kernels.rows.route_few import (
+    RouteFewInputs,
+    bind_few_logits,
+    route_few_op,
+    takes_few,
+    takes_few_logits,
+)
 from ..kernels.rows.topk import topk
-from ..op import define_op, fill, gradients, is_unwatched, no_autocast, saved_tensors
-from ..replay import current_pass
+from ..op import binds, define_op, fill, gradients, is_unwatched, no_autocast, saved_tensors
+from ..replay import ALONE, current_pass
 from .choices import Choice
 from .losses import check_mask
+from .plan import RoutePlan
 from .scores import FUSED, Scored, check_score, scores_of
 
 
@@ -203,6 +211,12 @@ def new_logits(i: LogitsInputs) -> Tensor:
     return i.x.new_empty(i.x.shape[0], i.weight.shape[0], dtype=dtype)
 
 
+@binds
+def bind_logits(i: LogitsInputs) -> Callable[[Tensor, LogitsInputs], None]:
+    # neither way asks the op `gemm`; who registers a kernel for `router_logits` replaces both
+    return bind_few_logits(i) if takes_few_logits(i) and not batch_invariant() else fill_logits
+
+
 def fill_logits(out: Tensor, i: LogitsInputs) -> None:
     if splits(i.x, i.weight):
         parts = i._replace(weight=torch.cat(in_three(i.weight)), bias=None)
@@ -271,7 +285,7 @@ def add_logits_product(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dt
 
 
 router_logits = define_op(
-    "router_logits", LogitsInputs, new=new_logits, torch=fill_logits, save=save_logits,
+    "router_logits", LogitsInputs, new=new_logits, torch=bind_logits, save=save_logits,
     backward=backward_logits,
 )  # fmt: skip
 
@@ -402,6 +416,20 @@ class Router(nn.Module):
         """Return what `forward` does, and `x` for the experts: see `LogitsAndTokens`."""
         logits, x = logits_and_tokens(hide(x, mask), self.weight, self.bias)
         return self.choose(logits, need_scores, mask), x
+
+    def plan_few(self, x: Tensor) -> tuple[Routing, RoutePlan | None]:
+        """Return what `forward` does for tokens that need no gradient and no scores, and what `make_plan`
+        returns for them, if one launch makes both."""
+        logits = router_logits(x, self.weight, self.bias)
+        fused = self.score in FUSED and self.choice is None and current_pass() is ALONE
+        if fused and (self.selection_bias is None or self.score == "sigmoid"):
+            renormalize = check_score(self.score, self.renormalize, self.top_k)
+            how = self.top_k, self.score == "sigmoid", renormalize, self.scale
+            i = RouteFewInputs(logits, self.selection_bias, *how)
+            if takes_few(i):
+                weights, ids, *plan = route_few_op(*i)
+                return Routing(ids, weights, None, logits), RoutePlan(*plan)
+        return self.choose(logits, need_scores=False), None
 
     def extra_repr(self) -> str:
         text = f"{self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"

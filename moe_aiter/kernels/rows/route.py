@@ -284,7 +284,6 @@ def route_kernel(
     BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
-    NOTHING: tl.constexpr = float("-inf") if OF_LOGITS else 0.0  # adds nothing to a sum
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     e, slot = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
     mask = (t < T) & (e < E)[None, :]
@@ -307,14 +306,23 @@ def route_kernel(
             best = take_expert(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
-    chosen = tl.where((slot < K) & (ids >= 0), from_key(keys), NOTHING)
+    chosen = weigh_in_row(keys, (slot < K) & (ids >= 0), SIGMOID, RENORMALIZE, EPSILON)
+    mask = (t < T) & (slot < K)
+    tl.store(weights_ptr + t * K + slot, chosen * scale, mask=mask)
+    tl.store(ids_ptr + t * K + slot, ids.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def weigh_in_row(keys, used, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr):
+    """The weights, but for the scale, of the experts of each row whose scores or logits have these keys."""
+    OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
+    NOTHING: tl.constexpr = float("-inf") if OF_LOGITS else 0.0  # adds nothing to a sum
+    chosen = tl.where(used, from_key(keys), NOTHING)
     if OF_LOGITS:
         chosen = softmax(chosen)
     elif RENORMALIZE:
         chosen = chosen / (tl.sum(chosen, 1)[:, None] + EPSILON)
-    mask = (t < T) & (slot < K)
-    tl.store(weights_ptr + t * K + slot, chosen * scale, mask=mask)
-    tl.store(ids_ptr + t * K + slot, ids.to(tl.int64), mask=mask)
+    return chosen
 
 
 @triton.jit
