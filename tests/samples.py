@@ -156,6 +156,7 @@ SAMPLES = {
         None,
     ),
     "expert_down_grad": lambda d: (d(T, H), d(R, 2 * F), d(E, H, F), d.positive(T, K), *FULL, *ACT, True),
+    "expert_forward": lambda d: of_experts(d, True, None, None, 0, 0),
     "expert_down_grad_fp8": of_8_bit_gradient,
     "expert_down_grad_fp8_over_z": of_8_bit_gradient,
     "expert_down_grad_over_z": lambda d: (
@@ -262,6 +263,7 @@ SAMPLES = {
         torch.tensor([[0, 0, 1], [0, 9, 3]]),
         2,
     ),
+    "route_few": lambda d: (spread(d), None, K, False, True, 1.0),
     "sort_by_expert": lambda d: (IDS, E),
     "sparse_matmul": lambda d: (d(T, 6), d(4, 2, 3), d(6), pattern(), 6, 6, False),
     "sparse_matmul_grad": lambda d: (d(T, 6), d(T, 6), pattern(), 2, 3),

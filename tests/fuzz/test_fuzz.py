@@ -56,6 +56,8 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
     "decide": "torch.compile alone",
     "route_once": "torch.compile alone",
     **dict.fromkeys(("keep_route", "take_route"), "torch.compile alone: tests/layers/test_route_graphs.py"),
+    "expert_forward": "without gradients: tests/kernels/experts/test_few.py",
+    "route_few": "without gradients: tests/kernels/rows/test_route_few.py",
     "four_bit_gmm": "frozen weights of 4 bits: tests/kernels/grouped/test_four_bit.py",
     "expert_up_split": "torchtitan's models: tests/kernels/experts/test_expert_split.py",
     "count_margins": "quantile balancing: tests/routing/test_quantile.py",

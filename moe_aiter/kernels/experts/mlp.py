@@ -20,11 +20,12 @@ from ...op import IMPLS, binds, bound, define_op, extended, gradients, pick, sav
 from .. import hopper
 from ..base.check import cast_as_linear, check_plan, needs_grad
 from ..base.lent import all_weights, without
-from ..base.sources import in_turn
+from ..base.sources import by_source, in_turn
 from ..base.tile import TILE_DTYPES
 from ..grouped.gmm import GmmUnpermuteInputs, bind_gmm_unpermute
 from .cpu import expert_loop_op, expert_loop_reference
 from .down import DownInputs, down_gradients, expert_down_op
+from .few import bind_few, takes_few
 from .fp8 import ALL, QuantizedTokens, experts_fp8_op
 from .inputs import (
     ExpertInputs,
@@ -130,6 +131,31 @@ expert_both_op = define_op(
 )  # fmt: skip
 
 
+# expert_forward: `expert_both` where no gradient is needed, so that backward has no bits of z to repeat
+
+
+def forward_impls() -> set[Callable]:
+    return {impl for op in ("expert_up", "gmm_into", "expert_both") for impl in IMPLS[op].values()}
+
+
+OURS = forward_impls()
+
+
+@binds
+@takes(*TILE_DTYPES)
+def bind_expert_forward(i: BothInputs) -> Callable:
+    """Compute few tokens by two kernels of their own, unless someone has registered another kernel."""
+    if takes_few(i) and i.guest_down is None and forward_impls() == OURS:
+        return bind_few(i)
+    return bound(pick("expert_both", i), i)
+
+
+expert_forward_op = define_op(
+    "expert_forward", BothInputs, new=lambda i: i.x.new_empty(i.x.shape), check_values=check_expert_values,
+    reference=both_reference, triton=bind_expert_forward,
+)  # fmt: skip
+
+
 # expert_mlp: backends
 
 
@@ -139,7 +165,8 @@ def by_layer(i: ExpertInputs, row_chunks: int | None = None, guests: Guests = (N
     They are two nodes if z is saved, so that it can be freed, or become dz, when the first has run backward.
     """
     if not i.save_z:
-        return expert_both_op(*i, *row_bytes(i, row_chunks), *guests)
+        op = expert_both_op if i.need_grad() or by_source.get() is not None else expert_forward_op
+        return op(*i, *row_bytes(i, row_chunks), *guests)
     return up_and_down(i, i.routing_weights, (i.order, i.rank, i.group_sizes), row_chunks, guests)
 
 
