@@ -18,6 +18,7 @@ from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import compile_few as few
 import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_invariant as invariant
@@ -32,6 +33,7 @@ TABLE = {
     **rows.CASES,
     **products.CASES,
     **products.TUNED_CASES,
+    **few.CASES,
     **few_rows.CASES,
     **hopper.CASES,
     **lent.CASES,

@@ -14,13 +14,14 @@ from moe_aiter.tuning.candidates import HOPPER_TILES
 if interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+import compile_few
 import compile_hopper
 import compile_products
 import compile_rows
 from aot import KERNELS, TARGETS, compiling_for, front_end_only
 
 SM90 = TARGETS["sm_90"]
-CASES = {**compile_rows.CASES, **compile_products.CASES, **compile_hopper.CASES}
+CASES = {**compile_few.CASES, **compile_rows.CASES, **compile_products.CASES, **compile_hopper.CASES}
 
 
 def small_tile(key):
