@@ -23,7 +23,8 @@ from moe_aiter.bench.measure import (
     measure_memory,
 )  # fmt: skip
 from moe_aiter.bench.problem import Problem, Shape, named, new_problem
-from moe_aiter.optim import COEFFICIENTS, Muon
+from moe_aiter.kernels.dense.muon import COEFFICIENTS
+from moe_aiter.optim import Muon
 
 DEFAULT = {"cuda": ["C"], "cpu": ["cpu"]}
 ITERATIONS = 5

@@ -10,6 +10,7 @@
 
 The experts of a layer are one batch of matrices.  `scale` is 0.2 sqrt(max(A, B)), so that an update has the
 size of one of AdamW and learning rates of AdamW can be kept, or sqrt(max(1, A / B)) with "original".
+kernels/dense/muon.py has the computation.
 
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025 (Moonlight), arXiv 2502.16982.
 """
@@ -22,12 +23,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from .kernels.base.activations import get_activation
 from .kernels.base.check import check_known, check_not_negative, check_sizes, checked, is_kind
+from .kernels.dense.muon import dtype_on, muon_direction, muon_update
 from .layers import Experts, OptimizedMoELayer
 from .layers.experts import SharedExpert
 from .layers.fuse import FusedLinear
@@ -36,7 +38,6 @@ from .routing import Router
 
 __all__ = ["Muon", "muon_groups"]
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan et al.: steep at 0, and near 1 after five steps
 AT_A_TIME = 2**27  # numbers of a batch of matrices that are in work at a time
 SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -164,17 +165,18 @@ class Muon(torch.optim.Optimizer):
         state, momentum = self.state[p], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
-        m = state["momentum_buffer"]
-        m.lerp_(p.grad, 1 - momentum)
-        u = p.grad.lerp(m, momentum) if group["nesterov"] else m
+        m, halves = state["momentum_buffer"], group["halves"]
         rows, columns = p.shape[-2:]
-        if group["halves"]:
-            rows, columns = (columns, rows) if HALVES[group["halves"]][0] else (rows, columns)
+        if halves:
+            rows, columns = (columns, rows) if HALVES[halves][0] else (rows, columns)
             rows //= 2
         scale = SCALES[group["adjust_lr_fn"]](rows, columns)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        for local, update in updates(p, u, group["halves"], group["ns_steps"]):
-            local.add_(update, alpha=-group["lr"] * scale)
+        lr, decay = as_tensor(group["lr"], p), group["weight_decay"]
+        how = momentum, group["nesterov"], group["ns_steps"], None
+        for local, update in updates(p, p.grad, m, halves, how):
+            muon_update(local, update, lr, decay, scale)
+        if hasattr(p, "placements"):
+            increment_version(p)  # of which the ops saw what is local
 
     def update_others(self, params: list[Tensor], group: dict, weight_decay: float) -> None:
         for p in params:
@@ -195,69 +197,63 @@ def is_stacked(param) -> bool:
     return isinstance(p, Tensor) and p.dim() == 3
 
 
-def updates(p: Tensor, u: Tensor, halves: str | None, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of `p` that this rank has, each with its orthogonal update."""
+def as_tensor(lr: float | Tensor, p: Tensor) -> Tensor:
+    """Return the learning rate where p is: a kernel reads it, and nobody has to wait for its value."""
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    if isinstance(lr, Tensor):
+        return lr.to(p.device, dtype)
+    return torch.full((), lr, device=p.device, dtype=dtype)
+
+
+def updates(
+    p: Tensor, g: Tensor, m: Tensor, halves: str | None, how: tuple
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of `p` that this rank has, each with its orthogonal update, and update the momentum m."""
     if not p.numel():
         return
     if hasattr(p, "placements"):
         if p.dim() == 3 and all(getattr(s, "dim", 0) == 0 for s in p.placements):
-            p, u = p.to_local(), u.to_local()  # whole matrices
+            p, g, m = p.to_local(), g.to_local(), m.to_local()  # whole matrices
         else:
-            from torch.distributed.tensor import distribute_tensor
-
-            whole = u.full_tensor()
-            result = torch.empty_like(whole, dtype=dtype_on(whole.device))
-            for part, update in updates(result, whole, halves, steps):
-                part.copy_(update)
-            shards = distribute_tensor(result, p.device_mesh, p.placements, src_data_rank=None)
-            yield p.to_local(), shards.to_local()
+            yield sharded_update(p, g, m, halves, how)
             return
-    p, u = matrices_of(p, halves), matrices_of(u, halves)
-    each = max(1, AT_A_TIME // max(1, p.shape[-1] * p.shape[-2]))
-    for first in range(0, p.shape[0], each):
-        yield p[first : first + each], orthogonal(u[first : first + each], steps)
+    p, g, m = (matrices_of(t, halves) for t in (p, g, m))
+    for part, update in directions(g, m, how):
+        yield p[part], update
+
+
+def directions(g: Tensor, m: Tensor | None, how: tuple) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the orthogonal updates of some matrices at a time, and which they are."""
+    each = max(1, AT_A_TIME // max(1, g.shape[-1] * g.shape[-2]))
+    for first in range(0, len(g), each):
+        part = slice(first, first + each)
+        yield part, muon_direction(g[part], None if m is None else m[part], *how)
+
+
+def sharded_update(p: Tensor, g: Tensor, m: Tensor, halves: str | None, how: tuple) -> tuple[Tensor, Tensor]:
+    """Return what this rank has of p, whose matrices lie on several ranks, and of its update."""
+    from torch.distributed.tensor import distribute_tensor
+
+    momentum, nesterov, *_ = how
+    m.lerp_(g, 1 - momentum)
+    u = (g.lerp(m, momentum) if nesterov else m).full_tensor()
+    result = torch.empty_like(u, dtype=dtype_on(u.device))
+    matrices = matrices_of(result, halves)
+    for part, update in directions(matrices_of(u, halves), None, how):
+        matrices[part].copy_(update)
+    shards = distribute_tensor(result, p.device_mesh, p.placements, src_data_rank=None)
+    return matrices_of(p.to_local(), None), matrices_of(shards.to_local(), None)
 
 
 def matrices_of(t: Tensor, halves: str | None) -> Tensor:
-    """Return a view of the matrices in a parameter, (n, A, B) or with halves (n, 2, A, B)."""
+    """Return a view of the matrices in a parameter: (n, 1, A, B), or with halves (n, 2, A, B)."""
     t = t[None] if t.dim() == 2 else t
     if halves is None:
-        return t
+        return t[:, None]
     transposed, interleaved = HALVES[halves]
     t = t.mT if transposed else t
-    rows = "(i two)" if interleaved else "(two i)"
-    return rearrange(t, f"n {rows} h -> n two i h", two=2)
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the dtype of the iterations.  CPUs multiply bfloat16 much faster than float16."""
-    return torch.bfloat16 if device.type == "cpu" else torch.float16
-
-
-def orthogonal(u: Tensor, steps: int) -> Tensor:
-    """Return matrices (..., A, B) in 16 bits with the singular vectors of `u` and values near 1.
-
-    Where x is tall, p = x^T x and is multiplied from the right.  float16 is precise enough for one product
-    to compute (a + b p + c p p) x, as c q q + d with q = p + b / 2c; bfloat16 would double the error.
-    """
-    dtype, (a, b, c) = dtype_on(u.device), COEFFICIENTS
-    x = u.reshape(-1, *u.shape[-2:])
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = x.norm(dim=(1, 2), keepdim=True, dtype=wide).clamp(min=1e-7)
-    x = torch.mul(x, 1 / norm, out=torch.empty_like(x, dtype=dtype))
-    tall = x.shape[1] > x.shape[2]
-    for _ in range(steps):
-        gram = x.mT @ x if tall else x @ x.mT
-        if dtype == torch.float16:
-            gram.diagonal(dim1=1, dim2=2).add_(b / (2 * c))
-            factor = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-            factor.diagonal(dim1=1, dim2=2).add_(a - b * b / (4 * c))
-            x = x @ factor if tall else factor @ x
-        else:
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            left, right = (x, factor) if tall else (factor, x)
-            x = torch.baddbmm(x, left, right, beta=a)
-    return x.reshape(u.shape)
+    half = t.shape[1] // 2
+    return t.unflatten(1, (half, 2)).transpose(1, 2) if interleaved else t.unflatten(1, (2, half))
 
 
 @checked

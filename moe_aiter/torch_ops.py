@@ -22,6 +22,7 @@ OPS = tuple(
     for module in (
         "layers",
         "distributed.collective",
+        "kernels.dense.muon",
         "kernels.experts.split",
         "kernels.grouped.grouped_gemm",
         "kernels.sparse.gemm",

@@ -53,7 +53,7 @@ PRODUCTS = {
     *("gmm_kernel", "tgmm_kernel", "expert_up_kernel", "expert_down_grad_kernel", "gemm_kernel"),
     *("masked_gmm_kernel", "scaled_gemm_kernel", "sparse_blocks_kernel", "sparse_blocks_grad_kernel"),
     *("segment_gmm_kernel", "segment_expand_kernel", "segment_tgmm_kernel", "gather_entries_kernel"),
-    "four_bit_gmm_kernel",
+    *("four_bit_gmm_kernel", "symmetric_product_kernel"),
 }
 # Triton 3.9's compilers keep one or two registers of five kernels in memory, and read one a step at most
 FEW_SPILLED = 0 if triton.__version__.startswith("3.6.") else 8  # bytes, or registers of AMD's

@@ -23,6 +23,7 @@ import compile_few_rows as few_rows
 import compile_hopper as hopper
 import compile_invariant as invariant
 import compile_lent as lent
+import compile_muon as muon
 import compile_products as products
 import compile_rows as rows
 from aot import FEW_TARGETS, KERNELS, PRODUCTS, TARGETS, compiling_for, disassembled, new
@@ -37,6 +38,7 @@ TABLE = {
     **few_rows.CASES,
     **hopper.CASES,
     **lent.CASES,
+    **muon.CASES,
     **invariant.CASES,
     **hopper.TUNED_CASES,
 }

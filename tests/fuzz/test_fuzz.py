@@ -77,6 +77,10 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
         ("combine_tokens", "dispatch_tokens", "gmm_unpermute_add", "lend_rows", "merge_plans"),
         "several processes: tests/distributed",
     ),
+    **dict.fromkeys(
+        ("muon_direction", "muon_update_", "symmetric_product"),
+        "an optimizer's: tests/kernels/dense/test_muon.py, test_symmetric.py",
+    ),
     **dict.fromkeys(("tgmm_fp8", "tgmm_fp8_into"), "Hopper alone: tests/kernels/grouped/test_tgmm_fp8.py"),
 }
 # on a CPU one op computes all of the experts; the interpreter and a GPU run these
