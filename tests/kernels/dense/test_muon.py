@@ -68,6 +68,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.no_interpreter  # much work, and test_symmetric.py has its kernel
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_grams_are_as_precise(spectrum):
     """Rounds of several iterations have up to twice the error of one at a time, and no more."""
@@ -77,6 +78,7 @@ def test_grams_are_as_precise(spectrum):
     assert grams < 2 * one_by_one and grams < error(directions(u, torch.bfloat16, False), exact) / 3
 
 
+@pytest.mark.no_interpreter  # much work, and test_symmetric.py has its kernel
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8])
 def test_any_number_of_iterations(steps):
     u = torch.randn(2, 1, 40, 60)
