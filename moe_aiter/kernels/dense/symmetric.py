@@ -13,24 +13,24 @@ from torch import Tensor
 
 from ... import tuning
 from ...op import binds, copy_into, define_op, takes
+from ...switches import float32_precision
 from ...tuning.choice import choose_backend
 from ..base.check import Extra, Operand, check_fields, wide
 from ..base.launch import bind_kernel, cdiv, jit_kernel, tl, triton
 from ..base.tile import (
     TILE_DTYPES,
     boxes_of,
-    halves,
     in_units,
     load_box,
     multiply,
     no_larger,
-    tile_options,
     unit_of,
     whole_units,
     with_boxes,
 )
 
-TILE = tuning.Config(128, 256, 64, num_warps=8, num_stages=3)  # with descriptors
+# tiles are square, or their triangle would not be one
+TILE = tuning.Config(128, 128, 64, num_warps=8, num_stages=3)  # with descriptors
 SMALL_TILE = tuning.Config(128, 128, 32, num_warps=8, num_stages=2)
 
 
@@ -67,29 +67,6 @@ def triangle(number):
     return row, number - row * (row + 1) // 2
 
 
-@triton.jit
-def store_squares(acc, m_first, n_first, N, out_ptr, alpha, gamma):
-    """Finish the squares of a tile on and below the diagonal, and store them and their transposes."""
-    SIDE: tl.constexpr = acc.shape[0]
-    if acc.shape[1] > SIDE:
-        left, right = halves(acc)
-        half: tl.constexpr = acc.shape[1] // 2
-        store_squares(left, m_first, n_first, N, out_ptr, alpha, gamma)
-        store_squares(right, m_first, n_first + half, N, out_ptr, alpha, gamma)
-    else:
-        if n_first <= m_first:
-            m, n = m_first + tl.arange(0, SIDE), n_first + tl.arange(0, SIDE)
-            mask = (m < N)[:, None] & (n < N)[None, :]
-            m64, n64 = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
-            y = acc * alpha
-            y = tl.where(m[:, None] == n[None, :], y + gamma, y).to(out_ptr.dtype.element_ty)
-            if n_first == m_first:
-                y = tl.where(m[:, None] >= n[None, :], y, y.T)
-            tl.store(out_ptr + m64 * N + n64, y, mask=mask)
-            if n_first < m_first:
-                tl.store(out_ptr + n64 * N + m64, y, mask=mask)
-
-
 @jit_kernel
 def symmetric_product_kernel(
     x_ptr,  # (B, N, K), or its descriptor
@@ -102,49 +79,45 @@ def symmetric_product_kernel(
     x_strides,  # b, n, k
     w_strides,  # b, k, n
     c_strides,  # b, m, n
-    X_BOXES: tl.constexpr, W_BOXES: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    X_BOXES: tl.constexpr, W_BOXES: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     N, K, x_strides, w_strides, c_strides = in_units((N, K, x_strides, w_strides, c_strides), UNIT)
-    # the rows of tiles that make up a square tile, of side BLOCK_N, end in the same column
-    WIDTH: tl.constexpr = BLOCK_N // BLOCK_M
-    rows = tl.cdiv(N, BLOCK_N)
-    tiles = WIDTH * (rows * (rows + 1) // 2)
-    b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    tile_n, rest = triangle(tile // WIDTH)
-    rest = rest * WIDTH + tile % WIDTH
-    m_first = (tile_n * WIDTH + rest // (tile_n + 1)) * BLOCK_M
-    n_first = rest % (tile_n + 1) * BLOCK_N
-    if m_first < N:
-        if c_ptr is not None:  # the first summand: behind the sum, there are no registers for it
-            m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-            c_base = c_ptr + b.to(tl.int64) * c_strides[0]
-            c_base += m_first.to(tl.int64) * c_strides[1] + n_first.to(tl.int64) * c_strides[2]
-            c_ptrs = c_base + (
-                m.to(tl.int64)[:, None] * c_strides[1] + n.to(tl.int64)[None, :] * c_strides[2]
-            )
-            c = tl.load(c_ptrs, mask=(m < N - m_first)[:, None] & (n < N - n_first)[None, :], other=0.0)
-            acc = c.to(tl.float32) * beta
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if X_BOXES is not None:
-            for k in range(0, K, BLOCK_K):
-                x = load_box(x_ptr, b, m_first, k, BLOCK_M, BLOCK_K, X_BOXES).T
-                w = load_box(w_ptr, b, n_first, k, BLOCK_N, BLOCK_K, W_BOXES)
-                acc = tl.dot(x, w, acc)
-        else:
-            # rows and columns past the end read others' values, which are never stored
-            m = ((m_first + tl.arange(0, BLOCK_M)) % N).to(tl.int64)
-            n = ((n_first + tl.arange(0, BLOCK_N)) % N).to(tl.int64)
-            k = tl.arange(0, BLOCK_K)
-            x_ptrs = x_ptr + b.to(tl.int64) * x_strides[0] + m[:, None] * x_strides[1]
-            w_ptrs = w_ptr + b.to(tl.int64) * w_strides[0] + n[None, :] * w_strides[2]
-            x_ptrs += k[None, :] * x_strides[2]
-            w_ptrs += k[:, None] * w_strides[1]
-            depth = whole_units(K, UNIT)
-            acc = multiply(acc, x_ptrs, w_ptrs, depth, x_strides[2], w_strides[1], BLOCK_K, EVEN_K, PRECISION)
-        matrix = b.to(tl.int64) * N * N
-        store_squares(acc, m_first, n_first, N, out_ptr + matrix, alpha, gamma)
+    rows = tl.cdiv(N, BLOCK)
+    tiles = rows * (rows + 1) // 2
+    b = tl.program_id(0) // tiles
+    tile_m, tile_n = triangle(tl.program_id(0) % tiles)
+    m_first, n_first = tile_m * BLOCK, tile_n * BLOCK
+    m, n = m_first + tl.arange(0, BLOCK), n_first + tl.arange(0, BLOCK)
+    mask = (m < N)[:, None] & (n < N)[None, :]
+    m64, n64 = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
+    if c_ptr is not None:  # the first summand: behind the sum, there are no registers for it
+        c_ptrs = c_ptr + b.to(tl.int64) * c_strides[0] + m64 * c_strides[1] + n64 * c_strides[2]
+        acc = tl.load(c_ptrs, mask=mask, other=0.0).to(tl.float32) * beta
+    else:
+        acc = tl.zeros((BLOCK, BLOCK), tl.float32)
+    if X_BOXES is not None:
+        for k in range(0, K, BLOCK_K):
+            x = load_box(x_ptr, b, m_first, k, BLOCK, BLOCK_K, X_BOXES).T
+            w = load_box(w_ptr, b, n_first, k, BLOCK, BLOCK_K, W_BOXES)
+            acc = tl.dot(x, w, acc)
+    else:
+        # rows and columns past the end read others' values, which are never stored
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + b.to(tl.int64) * x_strides[0] + (m % N).to(tl.int64)[:, None] * x_strides[1]
+        w_ptrs = w_ptr + b.to(tl.int64) * w_strides[0] + (n % N).to(tl.int64)[None, :] * w_strides[2]
+        x_ptrs += k[None, :] * x_strides[2]
+        w_ptrs += k[:, None] * w_strides[1]
+        depth = whole_units(K, UNIT)
+        acc = multiply(acc, x_ptrs, w_ptrs, depth, x_strides[2], w_strides[1], BLOCK_K, EVEN_K, PRECISION)
+    y = acc * alpha
+    y = tl.where(m[:, None] == n[None, :], y + gamma, y).to(out_ptr.dtype.element_ty)
+    if tile_m == tile_n:
+        y = tl.where(m[:, None] >= n[None, :], y, y.T)
+    out_ptr += b.to(tl.int64) * N * N
+    tl.store(out_ptr + m64 * N + n64, y, mask=mask)
+    if tile_n < tile_m:
+        tl.store(out_ptr + n64 * N + m64, y, mask=mask)
 
 
 # launcher
@@ -160,7 +133,7 @@ def new_symmetric(i: SymmetricInputs) -> Tensor:
 @binds
 @takes(*TILE_DTYPES)
 def bind_symmetric(i: SymmetricInputs, config: tuning.Config | None = None) -> Callable:
-    """`config`: a tile in place of TILE."""
+    """`config`: a square tile in place of TILE."""
     (B, N, K), w = i.x.shape, i.w.mT
     c_strides = (0, 0, 0) if i.c is None else i.c.stride()
     unit = unit_of((N, K), i.x.stride(), w.stride(), c_strides)
@@ -168,18 +141,15 @@ def bind_symmetric(i: SymmetricInputs, config: tuning.Config | None = None) -> C
     boxes = boxes if all(boxes) else (None, None)
     config = config or (TILE if all(boxes) else no_larger(SMALL_TILE, block_k=max(K, 1)))
     rows = cdiv(N, config.block_n)
-    tiles = config.block_n // config.block_m * (rows * (rows + 1) // 2)
-    options = tile_options(config)
-    del options["GROUP_M"], options["NUM_DIES"]
     kernel = bind_kernel(
-        symmetric_product_kernel, (B * tiles,), X_BOXES=boxes[0], W_BOXES=boxes[1], UNIT=unit,
-        EVEN_K=K % config.block_k == 0, **options,
+        symmetric_product_kernel, (B * (rows * (rows + 1) // 2),), X_BOXES=boxes[0], W_BOXES=boxes[1],
+        UNIT=unit, BLOCK=config.block_n, BLOCK_K=config.block_k, EVEN_K=K % config.block_k == 0,
+        PRECISION=float32_precision(), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     numbers = N, K, i.alpha, i.beta / i.alpha, i.gamma, i.x.stride(), i.w.stride(), c_strides
-    of_x = tuning.Config(config.block_m, config.block_m, config.block_k)
 
     def launch(out: Tensor, i: SymmetricInputs) -> None:
-        x, w = with_boxes(i.x, boxes[0], of_x), with_boxes(i.w.mT, boxes[1], config)
+        x, w = with_boxes(i.x, boxes[0], config), with_boxes(i.w.mT, boxes[1], config)
         kernel(x, i.w if boxes[1] is None else w, i.c, out, *numbers)
 
     return launch

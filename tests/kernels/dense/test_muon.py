@@ -65,17 +65,23 @@ SPECTRA = {
     "wide spectrum": lambda: values_from(0, -5, 96, 256),
     "low rank": lambda: torch.randn(96, 4) @ torch.randn(4, 256) + 0.1 * torch.randn(96, 256),
     "rows of all sizes": lambda: torch.randn(96, 256) * torch.logspace(0, -4, 96)[:, None],
+    "columns of all sizes": lambda: torch.randn(96, 256) * torch.logspace(0, -2, 256),
+    "square, columns of all sizes": lambda: torch.randn(128, 128) * torch.logspace(0, -2, 128),
 }
 
 
 @pytest.mark.no_interpreter  # much work, and test_symmetric.py has its kernel
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_grams_are_as_precise(spectrum):
-    """Rounds of several iterations have up to twice the error of one at a time, and no more."""
+    """Rounds of two iterations have hardly more errors than one at a time, but for the hardest matrices."""
     u = torch.stack([SPECTRA[spectrum]() for _ in range(3)])[:, None]
     exact = by_definition(u)
     grams, one_by_one = (error(directions(u, torch.float16, grams), exact) for grams in (True, False))
-    assert grams < 2 * one_by_one and grams < error(directions(u, torch.bfloat16, False), exact) / 3
+    in_bfloat16 = error(directions(u, torch.bfloat16, False), exact)
+    if spectrum == "square, columns of all sizes":  # the smallest values, which rounds scale up the most
+        assert grams < 3 * one_by_one and grams < in_bfloat16
+    else:
+        assert grams < 1.5 * one_by_one and grams < in_bfloat16 / 2
 
 
 @pytest.mark.no_interpreter  # much work, and test_symmetric.py has its kernel

@@ -16,7 +16,7 @@ from moe_aiter.tuning import Config
 
 pytestmark = pytest.mark.no_host
 SIZES = [(2, 1, 1), (3, 5, 7), (1, 130, 40), (2, 64, 129), (0, 4, 3), (2, 16, 0), (2, 0, 4)]
-TILES = [Config(16, 16, 16), Config(16, 32, 16), Config(16, 64, 32)]
+TILES = [Config(16, 16, 16), Config(32, 32, 16), Config(64, 64, 32)]
 EPILOGUES = [(1.0, 0.0, 0.0), (2.0315, -4.775, 3.4445)]
 
 
