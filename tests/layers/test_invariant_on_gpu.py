@@ -109,14 +109,16 @@ def test_few_rows_on_hopper(activation, dtype, hopper, no_debug):
     shape = Shape(4096, 512, 256, 16, 2, bias=True, activation=activation)
     leaves, dout = batch(shape, 4096, dtype=dtype)
     leaves = leaves[0], leaves[1].detach(), leaves[2]
-    check(given_routing(build(shape, dtype=dtype), shape), leaves, dout, (1, 8, 64, 100, 1000))
+    with invariant():
+        check(given_routing(build(shape, dtype=dtype), shape), leaves, dout, (1, 8, 64, 100, 1000))
 
 
 @models
 def test_hopper_needs_no_switch(shape, hopper, no_debug):
-    """What the layer promises without the switch: 16 bits, Hopper's tier, given routing."""
+    """The forced tier of 16 bits and given routing; what is chosen for few tokens has bits of its own."""
     leaves, dout = batch(shape)
-    check(given_routing(build(shape), shape), (leaves[0], leaves[1].detach(), leaves[2]), dout)
+    with use("hopper"):
+        check(given_routing(build(shape), shape), (leaves[0], leaves[1].detach(), leaves[2]), dout)
 
 
 @models

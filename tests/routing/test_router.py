@@ -291,10 +291,11 @@ def test_a_float32_router_of_16_bit_tokens_on_a_gpu(T, H, E, on):
         tokens.float() @ w.float().T + router.bias,
         (d @ w).bfloat16(),
         d.float().T @ tokens.float(),
-        d.sum(0).float(),
+        dlogits.sum(0),
     )
-    for value, same, truth, rounded in zip(got, again, exact, plain, strict=True):
+    floors = 1e-6, 1e-6, 4e-6, 1e-6  # tensor cores cut off what they add: 2e-6 over 4,096 tokens
+    for value, same, truth, rounded, floor in zip(got, again, exact, plain, floors, strict=True):
         assert torch.equal(value, same) and value.dtype == rounded.dtype
-        assert (value - truth).norm() <= 2 * (rounded - truth).norm() + 1e-6 * truth.norm()
+        assert (value - truth).norm() <= 2 * (rounded - truth).norm() + floor * truth.norm()
     if on and T:
         assert all(torch.equal(value[-1:], one) for value, one in zip(got[:2], alone[:2], strict=True))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layers.test_moe_on_gpu import capture
 
 from moe_aiter import MoE
 from moe_aiter.kernels.base import launch as launches
@@ -219,7 +220,7 @@ def test_a_kernel_of_hopper(behind, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-def test_steps_on_a_gpu_have_the_same_bits(monkeypatch, graph):
+def test_steps_on_a_gpu_have_the_same_bits(monkeypatch, no_debug, graph):
     """With other tensors at old addresses, on another stream and in a CUDA graph."""
     moe = MoE(num_experts=8, top_k=2, hidden=256, intermediate=128, device="cuda", dtype=T)
 
@@ -229,21 +230,21 @@ def test_steps_on_a_gpu_have_the_same_bits(monkeypatch, graph):
         found = []
         for tokens in (512, 1024, 512, 512):
             x = torch.randn(tokens, 256, device="cuda", dtype=T, requires_grad=True)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                moe(x).square().sum().backward()  # the first launches, which compile
-            torch.cuda.synchronize()
-            x.grad = None
-            moe.zero_grad()
+
+            def step(x=x):
+                return torch.autograd.grad(moe(x).square().sum(), (x, moe.experts.gate_up))
+
             if graph:
-                captured = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(captured):
-                    moe(x).square().sum().backward()
+                captured, gradients = capture(step)
                 captured.replay()
             else:
-                moe(x).square().sum().backward()
-            torch.cuda.synchronize()
-            found += [x.grad.clone(), moe.experts.gate_up.grad.clone()]
-            moe.zero_grad()
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    step()  # the first launches, which compile
+                torch.cuda.current_stream().wait_stream(side)
+                gradients = step()
+            found += [g.clone() for g in gradients]
         return found
 
     past = steps()

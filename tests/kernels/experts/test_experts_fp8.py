@@ -408,7 +408,8 @@ def test_hopper(name, sizes, fp8):
     with use("torch"):
         emulated = run(ids, act, interleaved, fp8, dout, *inputs)
     for label, a, b, truth in zip(NAMES, got, emulated, exact, strict=False):
-        assert error(a, truth) <= 2 * error(b, truth) + 1e-3, (label, error(a, truth), error(b, truth))
+        floor = 1e-3 if a.numel() > 8 else 1e-2  # the error of one token's two weights is chance
+        assert error(a, truth) <= 2 * error(b, truth) + floor, (label, error(a, truth), error(b, truth))
 
 
 @pytest.mark.parametrize("K, N", [(256, 128), (176, 200), (16, 8), (136, 90), (130, 64)])

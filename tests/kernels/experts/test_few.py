@@ -64,7 +64,7 @@ def forward(i):
         )  # fmt: skip
 
 
-def assert_good(i):
+def assert_good(i, floor=3e-7):
     floats, rest = i[:6], i[6:]
 
     def reference(*floats):
@@ -77,7 +77,7 @@ def assert_good(i):
         return lambda *args: fn(*(args[places.index(n)] if n in places else None for n in range(6)))
 
     ours = with_none(lambda *floats: forward(ExpertInputs(*floats, *rest)))
-    assert_as_good_as_torch(ours, with_none(reference), *used, floor=3e-7)
+    assert_as_good_as_torch(ours, with_none(reference), *used, floor=floor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,7 +86,9 @@ def assert_good(i):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.pairwise
 def test_shapes(device, shape, bias, by_rows, dtype):
-    assert_good(make(device, shape, dtype=dtype, bias=bias, by_rows=by_rows))
+    few_numbers = shape[:3] == (2, 1, 1)  # two, each rounded twice, and torch's may be right by chance
+    floor = torch.finfo(dtype).eps if few_numbers else 3e-7
+    assert_good(make(device, shape, dtype=dtype, bias=bias, by_rows=by_rows), floor)
 
 
 @pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "columns"])
