@@ -111,10 +111,10 @@ def decisions() -> int:
     return _decisions
 
 
-def keep(cache: dict[Key, T], key: Key, value: T, most: int = MOST) -> None:
+def keep(cache: dict[Key, T], key: Key, value: T, most: int | None = None) -> None:
     """Remember what some metadata decided."""
     if key is not None:
-        if len(cache) >= most:
+        if len(cache) >= (MOST if most is None else most):
             cache.clear()
         cache[key] = value
 

@@ -16,12 +16,14 @@ if interpret:
 
 import compile_few
 import compile_hopper
+import compile_muon
 import compile_products
 import compile_rows
 from aot import KERNELS, TARGETS, compiling_for, front_end_only
 
 SM90 = TARGETS["sm_90"]
-CASES = {**compile_few.CASES, **compile_rows.CASES, **compile_products.CASES, **compile_hopper.CASES}
+MODULES = compile_few, compile_muon, compile_rows, compile_products, compile_hopper
+CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
 def small_tile(key):
