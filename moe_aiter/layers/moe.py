@@ -343,7 +343,7 @@ class MoE(Loading):
             return False
         if not is_unwatched(tokens) or is_transformed() or is_changed(router, ROUTER_CALL):
             return False
-        return type(router).choose is Router.choose and not router.adds_noise()
+        return getattr(router.choose, "__func__", None) is Router.choose and not router.adds_noise()
 
     def route_fixed(
         self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None
