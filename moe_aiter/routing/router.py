@@ -248,12 +248,13 @@ def backward_logits(ctx: Any, dlogits: Tensor, dtokens: Tensor | None = None) ->
     """If the logits came from a 16-bit GEMM, dx and dweight do too, as for an nn.Linear of that dtype:
     dlogits is rounded to 16 bits first, the sums are float32.  dx is added to `dtokens`.
 
-    Of products of parts, dweight has all; dx, of 16 bits, has those that matter to it."""
+    Of products of parts, dweight has all; dx, of 16 bits, has those that matter to it.  They have no second
+    derivative in torch, so where a graph of the gradient is made, products are of float32."""
     x, weight = saved_tensors(ctx)
     dtype = weight.dtype if ctx.accumulates else dlogits.dtype
     needs, dx, dweight, dbias = LogitsInputs(*ctx.needs_input_grad), None, None, None
     with no_autocast(weight):
-        if ctx.splits:
+        if ctx.splits and not torch.is_grad_enabled():
             high, middle, low = in_three(dlogits)
             if needs.x:
                 above, below, _ = in_three(weight)

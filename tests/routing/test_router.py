@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_aiter.invariance import invariant
+from moe_aiter.routing import router as module
 from moe_aiter.routing.router import MANY, Router, in_three, route, router_logits
 from moe_aiter.routing.scores import SCORES
 
@@ -264,6 +265,23 @@ def test_three_of_16_bits_are_all_of_float32():
     parts = in_three(t)
     assert all(part.dtype == torch.bfloat16 for part in parts)
     assert torch.equal(sum(part.double() for part in parts), t.double())
+
+
+@pytest.mark.parametrize("T", [5, pytest.param(MANY, marks=pytest.mark.gpu)])
+def test_second_derivatives_of_a_float32_router(device, T, monkeypatch):
+    """Where products are of parts, as on a GPU for many tokens, a graph of the gradient can be made."""
+    monkeypatch.setattr(module, "splits", lambda x, w: (x.dtype, w.dtype) == (torch.bfloat16, torch.float32))
+    x = draw(T, 16, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = draw(6, 16, device=device, dtype=torch.float32, seed=1).requires_grad_()
+    dlogits = draw(T, 6, device=device, dtype=torch.float32, seed=2).requires_grad_()
+
+    def second(logits):
+        first = torch.autograd.grad(logits, (x, weight), dlogits, create_graph=True)
+        return torch.autograd.grad(sum(d.float().square().sum() for d in first), (x, weight, dlogits))
+
+    got, want = second(router_logits(x, weight, None)), second(x.float() @ weight.T)
+    for value, truth in zip(got, want, strict=True):
+        torch.testing.assert_close(value, truth, rtol=2**-6, atol=2**-7 * truth.abs().max().item())
 
 
 @pytest.mark.gpu
