@@ -38,8 +38,9 @@ from .experts import Experts, apply_linear, ids_for, new_latent, new_shared, par
 from .loading import Loading
 
 COUNTS = "load", "margins"  # the buffers of a layer that no state dict has
-# as they are here: a class can be given another `forward` later
+# as they are here: a class, or an object, can be given others later
 ROUTER_CALL, EXPERTS_CALL = ((kind.__call__, kind.forward) for kind in (Router, Experts))
+ROUTER_CHOICE = Router.choose
 COEFS = "load_balance_coef", "sequence_balance_coef", "global_balance_coef", "z_loss_coef"
 
 
@@ -343,7 +344,7 @@ class MoE(Loading):
             return False
         if not is_unwatched(tokens) or is_transformed() or is_changed(router, ROUTER_CALL):
             return False
-        return getattr(router.choose, "__func__", None) is Router.choose and not router.adds_noise()
+        return getattr(router.choose, "__func__", None) is ROUTER_CHOICE and not router.adds_noise()
 
     def route_fixed(
         self, x: Tensor, expert_ids: Tensor, routing_weights: Tensor | None, mask: Tensor | None

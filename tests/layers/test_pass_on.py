@@ -209,3 +209,25 @@ def test_a_global_hook(device, added):
     finally:
         handle.remove()
     assert added == [False]
+
+
+@pytest.mark.parametrize("of", ["the object", "the class", "a subclass"])
+def test_another_choice_counts_without_gradients_too(device, of, monkeypatch):
+    """Few tokens are routed by a launch of their own only if the router chooses as it does here."""
+    moe, x = MoE(H, WIDTH, E, K, device=device), torch.randn(3, H, device=device)
+
+    def twice(self, *inputs, **how):
+        routing = choose(self, *inputs, **how)
+        return routing._replace(routing_weights=2 * routing.routing_weights)
+
+    with torch.no_grad():
+        once, choose = moe(x), router.Router.choose
+        assert moe.plans_few(x, None, return_routing=False)
+        if of == "the object":
+            moe.router.choose = twice.__get__(moe.router)
+        elif of == "the class":
+            monkeypatch.setattr(router.Router, "choose", twice)
+        else:
+            moe.router.__class__ = type("Twice", (router.Router,), {"choose": twice})
+        assert not moe.plans_few(x, None, return_routing=False)
+        torch.testing.assert_close(moe(x), 2 * once)

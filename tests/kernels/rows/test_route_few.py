@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from moe_aiter import MoE
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base.fixed_rows import each_number
 from moe_aiter.kernels.rows.route import choose_experts
@@ -109,16 +108,6 @@ def test_another_kernel_is_left_its_work(device, monkeypatch):
     monkeypatch.setitem(IMPLS, "topk", dict(IMPLS["topk"]))
     register_kernel(op="topk", backend="triton")(lambda out, scores, k: None)
     assert not takes_few(i)
-
-
-def test_a_choice_of_the_users_own_is_asked(device):
-    """Also as an attribute of one router."""
-    moe, x = MoE(16, 8, 4, 2, device=device), draw(1, 16, device=device)
-    asked, choose = [], moe.router.choose
-    moe.router.choose = lambda *args, **how: asked.append(1) or choose(*args, **how)
-    with torch.no_grad():
-        moe(x)
-    assert asked
 
 
 LOGITS = {"one token": (1, 6, 40), "odd": (3, 5, 33), "long": (2, 3, AT_ONCE + 24)}  # T, E, H
