@@ -198,7 +198,7 @@ def is_stacked(param) -> bool:
 
 
 def as_tensor(lr: float | Tensor, p: Tensor) -> Tensor:
-    """Return the learning rate where p is: a kernel reads it, and nobody has to wait for its value."""
+    """Return the learning rate as a tensor on the device of p, where a kernel reads it: the host does not."""
     dtype = torch.promote_types(p.dtype, torch.float32)
     if isinstance(lr, Tensor):
         return lr.to(p.device, dtype)
