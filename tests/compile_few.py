@@ -8,6 +8,7 @@ import torch
 from aot import Case, new
 from shapes import CAPPED
 
+from moe_aiter.invariance import invariant
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import few
 from moe_aiter.kernels.experts.tiers import meta_experts
@@ -20,11 +21,14 @@ SHAPES = {  # T, H, I, E, k
     "gpt-oss": (4, 2880, 2880, 32, 4),
     "odd": (3, 333, 77, 60, 5),
 }
+SAME_BITS = {**SHAPES, "odd": (3, 328, 72, 60, 5), "one choice": (1, 5120, 8192, 16, 1)}
+SAME_BITS["22 choices"] = 1, 1024, 512, 512, 22
 
 
-def run_experts(shape, activation="swiglu", **how):
+def run_experts(shape, activation="swiglu", same_bits=False, **how):
     i = meta_experts(shape, activation, **how)
-    few.bind_few(i)(i.x.new_empty(i.x.shape), i)
+    with invariant(same_bits):
+        few.bind_few(i)(i.x.new_empty(i.x.shape), i)
 
 
 def run_route(T, E, top_k, sigmoid, renormalize, bias=False):
@@ -45,10 +49,18 @@ def reads_16_bytes(target, launches):
         assert len(wide) >= 2, launch.kernel
 
 
+def multiplies_16_bytes(target, launches):
+    for launch in launches:
+        assert "mma.sync" in launch.assembly and "cp.async.cg" in launch.assembly, launch.kernel
+
+
 def cases():
     for activation, transposed in itertools.product([*ACTIVATIONS, CAPPED], (False, True)):
         run = functools.partial(run_experts, SHAPES["C"], activation, transposed=transposed)
         yield f"few tokens, {activation}, transposed {transposed}", Case(run, also=reads_16_bytes)
+    for (shape, sizes), bias in itertools.product(SAME_BITS.items(), (False, True)):
+        run = functools.partial(run_experts, sizes, same_bits=True, bias=bias)
+        yield f"few tokens, same bits, {shape}, bias {bias}", Case(run, ["sm_90"], also=multiplies_16_bytes)
     how = {"activation": "swiglu_oai", "interleaved": True, "bias": True}
     for shape, transposed in itertools.product(SHAPES, (False, True)):
         for dtype in (torch.bfloat16, torch.float16, F32):

@@ -25,7 +25,6 @@ from .store import find_row
 from .table import TILES, Key, find_tile
 
 FIXED_ROWS = 1024  # of a group, for which a tile is chosen where it must not depend on the batch
-FEWEST_COLUMNS = 64  # that weights as the left operand of Hopper's instructions have
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
@@ -67,12 +66,13 @@ def keeps_bits(key: Key) -> bool:
     """Whether all tiles that rows of a group choose from give each sum the same bits.
 
     Hopper's kernels sum in one order, whatever their tile.  So do portable products of 16 bits on NVIDIA's
-    GPUs before Blackwell, whose tiles all use one kind of instruction.  `down_grad` also adds up partial sums
-    of its columns, one for each column tile.  Gradients of weights sum over the batch in any case.
+    GPUs before Blackwell, whose instructions for tiles of any size add up in one order.  `down_grad` also
+    adds up partial sums of its columns, one for each column tile.  Gradients of weights sum over the batch
+    in any case.
     """
     if key.op.startswith("hopper_") or "tgmm" in key.op:
         return True
-    same = key.op in ("up", "gmm") and key.bits == 16 and key.n >= FEWEST_COLUMNS
+    same = key.op in ("up", "gmm") and key.bits == 16
     return same and not interpret and served()[-1] in ("sm80", "sm90")
 
 

@@ -161,8 +161,13 @@ def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
-# with batch invariance, instead of a tile that leaves a GPU idle: of 16 bits, where instructions are known
-FEW_TILES, KNOWN = tuning.Config(64, 32, 64, num_warps=4, num_stages=5), ("sm80", "sm90")
+# with batch invariance, for few rows, and instead of a tile that leaves a GPU idle: of 16 bits, where
+# instructions are known
+FEW_ROWS, FEW_TILES = (
+    tuning.Config(16, 16, 512, num_warps=2, num_stages=3),
+    tuning.Config(64, 32, 64, num_warps=4, num_stages=5),
+)
+KNOWN = ("sm80", "sm90")
 
 # kernel
 
@@ -262,7 +267,8 @@ def bind_gemm(i: GemmInputs, config: tuning.Config | None = None) -> Callable:
 def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     """Return a tile for these inputs.
 
-    With batch invariance, all tiles have the same matrix instructions: on Hopper, tiles of 64 rows or more.
+    With batch invariance, all tiles give the same bits.  On Hopper, the instructions for 64 rows or more add
+    up as those for 16 do.
     """
     (B, M, K), N = i.x.shape, i.w.shape[2]
     if not batch_invariant():
@@ -270,9 +276,11 @@ def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     config = tuning.lookup(op, i.x.dtype, B * MANY_ROWS, N, K, B)
     tiles = B * cdiv(M, config.block_m) * cdiv(N, config.block_n)
     busy = 2 * tiles > num_programs(i.x)
-    if interpret or busy or i.x.itemsize != 2 or config.block_m < 64 or tuning.served()[-1] not in KNOWN:
+    if interpret or i.x.itemsize != 2 or tuning.served()[-1] not in KNOWN:
         return config
-    return FEW_TILES
+    if FEW_ROWS.block_m >= M:
+        return FEW_ROWS
+    return config if busy else FEW_TILES
 
 
 def fits_float32(i: GemmInputs) -> bool:

@@ -10,6 +10,10 @@ once and adds them up, in a fixed order and without a rounding in between, so th
 
 Two rows of one expert read its weights twice.  Programs side by side have the same columns and rows in the
 order of the plan, so that the second reads them from L2.
+
+Under batch invariance, the sums must be those of the tiles for many tokens.  Then tensor cores multiply here
+too (DOT), by small instructions, which on Hopper give the same bits as the large ones of those tiles; rows of
+the down-projection are rounded before they are added up, as rows in memory are.
 """
 
 from collections.abc import Callable
@@ -19,11 +23,12 @@ from torch import Tensor
 
 from ...invariance import batch_invariant
 from ...op import forced
+from .. import hopper
 from ..base.activations import get_activation
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
-from ..base.tile import dense, in_units, locate, unit_of
+from ..base.tile import dense, halves, in_units, locate, unit_of
 from .inputs import ExpertInputs
-from .up import split_gate_up, tile_columns
+from .up import UpInputs, split_gate_up, tile_columns
 
 # by whether the numbers of a column lie side by side in both weights: where not, a tile for tensor cores
 # reads those of two tokens at a higher rate
@@ -36,6 +41,10 @@ SHARED = 2  # experts for each row: with fewer, too many rows read the same weig
 # warp reads 512 bytes of a column, or 64 bytes or more of columns side by side
 UP = {True: (8, 1024, 4), False: (64, 128, 4)}
 DOWN = {True: (2, 2048, 8), False: (16, 1024, 8)}  # the numbers are those of all experts of a token
+# the same by tensor cores, which multiply 16 columns by as many rows, here copies of one
+UP_DOT, DOWN_DOT, COPIES = (16, 256, 1), (16, 1024, 4), tl.constexpr(16)
+STAGES = 4
+DEEPEST = 128  # numbers of an expert, of a program of the down-projection
 
 
 # kernels
@@ -48,24 +57,27 @@ def multiply_rows(
     live,  # (J,) or None: rows of x that exist
     K,
     end,  # K again, which the compiler does not know
-    x_stride_k, w_stride_k, BY_ROWS: tl.constexpr, EACH: tl.constexpr,
+    x_stride_k, w_stride_k, DOT: tl.constexpr, BY_ROWS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """w[j] @ x[j] for each j: (J, BLOCK_N), in float32.
+    """w[j] @ x[j] for each j: (J, BLOCK_N), in float32, by tensor cores if DOT.
 
-    A thread first adds up the EACH numbers of a row that it has: side by side if BY_ROWS, or else apart.
+    Otherwise a thread first adds up the EACH numbers of a row that it has: side by side if BY_ROWS, or else
+    apart.
     """
     J: tl.constexpr = w_ptrs.shape[0]
     BLOCK_N: tl.constexpr = w_ptrs.shape[1]
     BLOCK_K: tl.constexpr = w_ptrs.shape[2]
     REST: tl.constexpr = BLOCK_K // EACH
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((J, BLOCK_N, REST), tl.float32)
+    acc = tl.zeros((J, BLOCK_N, COPIES if DOT else REST), tl.float32)
     for first in range(0, K, BLOCK_K):
         mask = (k < K - first)[None, :]
         mask = mask if live is None else live[:, None] & mask
         w = tl.load(w_ptrs, mask=mask[:, None, :], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptrs, mask=mask, other=0.0)
-        if first < end:  # always: without the branch the assembler puts each load before its product
+        if DOT:
+            acc = tl.dot(w, tl.broadcast_to(x[:, :, None], (J, BLOCK_K, COPIES)), acc)
+        elif first < end:  # always: without the branch the assembler puts each load before its product
             p = w.to(tl.float32) * x.to(tl.float32)[:, None, :]
             if BY_ROWS:
                 acc += tl.sum(p.reshape(J, BLOCK_N, REST, EACH), 3)
@@ -73,7 +85,18 @@ def multiply_rows(
                 acc += tl.sum(p.reshape(J, BLOCK_N, EACH, REST), 2)
         w_ptrs += BLOCK_K * w_stride_k
         x_ptrs += BLOCK_K * x_stride_k
-    return tl.sum(acc, 2)
+    return tl.max(acc, 2) if DOT else tl.sum(acc, 2)  # copies are equal
+
+
+@triton.jit
+def add_in_order(acc, y, s):
+    """acc (N,) + the sum of y (N, J) * s (N, J) over J, as `unpermute` adds up: one after the other."""
+    if y.shape[1] == 1:
+        return acc + tl.reshape(y, acc.shape) * tl.reshape(s, acc.shape)
+    else:
+        left, right = halves(y)
+        s_left, s_right = halves(s)
+        return add_in_order(add_in_order(acc, left, s_left), right, s_right)
 
 
 @jit_kernel
@@ -91,8 +114,8 @@ def up_few_kernel(
     x_strides,  # t, k
     w_strides,  # g, n, k
     ACTIVATION: tl.constexpr, UP: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_ROWS: tl.constexpr,
-    EACH: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+    BY_ROWS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = UP is not None
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -109,7 +132,7 @@ def up_few_kernel(
     x_ptrs = x_ptr + token * x_strides[0] + (k.to(tl.int64) * x_strides[1])[None, :]
     w_ptrs = w_ptr + group * w_strides[0] + (column_read.to(tl.int64) * w_strides[1])[None, :, None]
     w_ptrs += (k.to(tl.int64) * w_strides[2])[None, None, :]
-    z = multiply_rows(x_ptrs, w_ptrs, None, K, end, x_strides[1], w_strides[2], BY_ROWS, EACH)
+    z = multiply_rows(x_ptrs, w_ptrs, None, K, end, x_strides[1], w_strides[2], DOT, BY_ROWS, EACH)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + group * (2 * N if GATED else N) + column
         z += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -134,7 +157,7 @@ def down_few_kernel(
     end,  # K again, which the compiler does not know
     w_strides,  # g, n, k
     TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BY_ROWS: tl.constexpr, EACH: tl.constexpr,
+    BLOCK_K: tl.constexpr, DOT: tl.constexpr, BY_ROWS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     N, K, w_strides = in_units((N, K, w_strides), UNIT)
     t, tile_n = tl.program_id(0) % T, tl.program_id(0) // T
@@ -148,13 +171,19 @@ def down_few_kernel(
     w_ptrs = w_ptr + (expert * w_strides[0])[:, None, None]
     w_ptrs += ((n % N).to(tl.int64) * w_strides[1])[None, :, None]
     w_ptrs += (k.to(tl.int64) * w_strides[2])[None, None, :]
-    y = multiply_rows(a_ptrs, w_ptrs, live, K, end, 1, w_strides[2], BY_ROWS, EACH)
+    y = multiply_rows(a_ptrs, w_ptrs, live, K, end, 1, w_strides[2], DOT, BY_ROWS, EACH)
     live_columns = live[:, None] & (n < N)[None, :]
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert[:, None] * N + n[None, :]
         y += tl.load(bias_ptrs, mask=live_columns, other=0.0).to(tl.float32)
     s = tl.load(s_ptr + choice, mask=live, other=0.0).to(tl.float32)
-    out = tl.sum(tl.where(live_columns, y * s[:, None], 0.0), 0)
+    if DOT:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        out = add_in_order(
+            tl.zeros((BLOCK_N,), tl.float32), y.T, tl.broadcast_to(s[None, :], (BLOCK_N, BLOCK_J))
+        )
+    else:
+        out = tl.sum(tl.where(live_columns, y * s[:, None], 0.0), 0)
     tl.store(out_ptr + tl.cast(t, tl.int64) * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -162,23 +191,31 @@ def down_few_kernel(
 
 
 def takes_few(i: ExpertInputs) -> bool:
-    """Whether these kernels compute inputs that need no gradient.
-
-    Not under batch invariance, since for more tokens others do, which add up in another order.
-    """
+    """Whether these kernels compute inputs that need no gradient."""
     (T, k), E = i.rank.shape, i.group_sizes.shape[0]
-    most = MOST_TOKENS[i.gate_up.stride(2) == 1 == i.down.stride(2)]
-    few = most >= T and k <= MOST_CHOICES and E <= MOST_EXPERTS and (T == 1 or SHARED * T * k <= E)
-    return few and i.gate_up.numel() * i.down.numel() > 0 and not batch_invariant() and forced() != "hopper"
+    by_rows = i.gate_up.stride(2) == 1 == i.down.stride(2)
+    few = MOST_TOKENS[by_rows] >= T and k <= MOST_CHOICES and E <= MOST_EXPERTS and i.gate_up.numel() > 0
+    few = few and (T == 1 or SHARED * T * k <= E) and i.down.numel() > 0 and forced() != "hopper"
+    return few and (not batch_invariant() or (by_rows and adds_as_many(i)))
+
+
+def adds_as_many(i: ExpertInputs) -> bool:
+    """Whether the sums that tensor cores add up here are those of the kernels for many tokens, Hopper's."""
+    routing = i.order, i.rank, i.group_sizes, i.activation, i.interleaved
+    up = UpInputs(i.x, i.gate_up, i.gate_up_bias, *routing, False, 0, None)
+    return hopper.stands_in(hopper.bind_expert_up, up) and bool(hopper.weight_by_tma(i.down))
 
 
 def tile_of(w: Tensor, tiles: dict[bool, tuple[int, int, int]], experts: int = 1) -> dict:
     """Return the launch arguments of a tile of so many of the matrices of a weight (G, N, K)."""
-    by_rows = w.stride(2) == 1
-    block_n, numbers, warps = tiles[by_rows]
+    by_rows, dot = w.stride(2) == 1, batch_invariant()
+    block_n, numbers, warps = (UP_DOT if tiles is UP else DOWN_DOT) if dot else tiles[by_rows]
     block_k, at_once = max(16, numbers // experts), 16 // w.itemsize
+    if dot and tiles is DOWN:
+        block_k = min(block_k, DEEPEST)
     each = at_once if by_rows else max(1, block_n * block_k // (warps * WARP * at_once))
-    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps}
+    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "DOT": dot}
+    tile |= {"num_stages": STAGES} if dot else {}
     return tile | {"BY_ROWS": by_rows, "EACH": min(each, block_k)}
 
 
@@ -187,8 +224,9 @@ def bind_up_few(i: ExpertInputs) -> Callable:
     act, R, E = get_activation(i.activation), i.order.shape[0], i.group_sizes.shape[0]
     (_, width, K), tile = i.gate_up.shape, tile_of(i.gate_up, UP)
     N = width // act.projections
+    functions = hopper.launcher("epilogue", "triton_functions")(act) if tile["DOT"] else act.triton_fns
     kernel = bind_kernel(
-        up_few_kernel, (R * cdiv(width, tile["BLOCK_N"]),), **act.triton_fns, INTERLEAVED=i.interleaved,
+        up_few_kernel, (R * cdiv(width, tile["BLOCK_N"]),), **functions, INTERLEAVED=i.interleaved,
         UNIT=unit_of((N, K), i.x.stride(), i.gate_up.stride()), BLOCK_G=next_power_of_2(E), **tile,
     )  # fmt: skip
     numbers = R, E, N, K, K, i.rank.shape[1], i.x.stride(), i.gate_up.stride()

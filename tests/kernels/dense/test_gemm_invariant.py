@@ -160,14 +160,14 @@ def inputs(M, N, K, dtype=torch.bfloat16):
 @pytest.mark.parametrize("N, K", [(128, 2048), (1536, 2048), (4096, 14336), (50257, 4096)])
 @pytest.mark.parametrize("names", [("sm80",), ("h200", "sm90"), ("sm100",), ("gfx942",), ("gfx950",)])
 @pytest.mark.no_interpreter
-def test_tiles_have_the_same_instructions(on_hopper, names, N, K):
+def test_tiles_add_up_in_one_order(on_hopper, names, N, K):
     for dtype in (torch.bfloat16, torch.float32):
         with tuning.tables_of(names), invariant():
             every = [inputs(M, N, K, dtype) for M in (1, 8, 16, 100, 1024, 32768)]
             tiles = {tile_of("gemm", i) for i in every}
             assert {pick("gemm", i) for i in every} == {IMPLS["gemm"]["triton"]}
         known = names[-1] in ("sm80", "sm90") and dtype.itemsize == 2
-        assert len(tiles) == 1 or (known and all(t.block_m >= 64 and t.num_warps >= 4 for t in tiles))
+        assert len(tiles) == 1 or known  # whose instructions for 16 and for 64 rows give the same bits
 
 
 @pytest.mark.no_interpreter

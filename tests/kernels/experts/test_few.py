@@ -7,6 +7,7 @@ from shapes import CAPPED, KINDS, LIMITED
 
 from moe_aiter.config import interpret
 from moe_aiter.invariance import invariant
+from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts import few, mlp
 from moe_aiter.kernels.experts.inputs import ExpertInputs
@@ -37,6 +38,8 @@ def gpu_or_interpreter(device, monkeypatch):
     if interpret:  # several tiles at small sizes
         monkeypatch.setattr(few, "UP", {True: (8, 32, 1), False: (16, 16, 1)})
         monkeypatch.setattr(few, "DOWN", {True: (4, 128, 1), False: (8, 128, 1)})
+        monkeypatch.setattr(few, "UP_DOT", (16, 32, 1))
+        monkeypatch.setattr(few, "DOWN_DOT", (16, 128, 1))
 
 
 def make(device, shape, kind=("swiglu", False), dtype=torch.float32, bias=True, by_rows=True):
@@ -55,13 +58,17 @@ def make(device, shape, kind=("swiglu", False), dtype=torch.float32, bias=True, 
     return ExpertInputs(x, gate_up, biases[0], down, biases[1], weights, *plan, *kind, False)
 
 
+def both(i):
+    return expert_mlp(
+        i.x, i.gate_up, i.down, i.routing_weights, i[6:9], activation=i.activation,
+        interleaved=i.interleaved, gate_up_bias=i.gate_up_bias, down_bias=i.down_bias,
+    )  # fmt: skip
+
+
 def forward(i):
     assert few.takes_few(i)
     with torch.no_grad():
-        return expert_mlp(
-            i.x, i.gate_up, i.down, i.routing_weights, i[6:9], activation=i.activation,
-            interleaved=i.interleaved, gate_up_bias=i.gate_up_bias, down_bias=i.down_bias,
-        )  # fmt: skip
+        return both(i)
 
 
 def assert_good(i, floor=3e-7):
@@ -98,6 +105,53 @@ def test_activations(device, kind, by_rows):
     assert_good(make(device, SHAPES["odd"], kind, by_rows=by_rows))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", [("swiglu", False), ("swiglu_oai", True), ("relu2", False)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.pairwise
+def test_by_tensor_cores(device, monkeypatch, shape, kind, dtype):
+    monkeypatch.setattr(few, "adds_as_many", lambda i: True)
+    if interpret:  # which has no instructions of Hopper
+        monkeypatch.setattr(hopper, "launcher", lambda *names: lambda act: act.triton_fns)
+    with invariant():
+        assert_good(make(device, shape, kind, dtype), torch.finfo(dtype).eps)
+
+
+MODELS = {  # H, I, E, k
+    "Qwen3-30B": (2048, 768, 128, 8),
+    "OLMoE": (2048, 1024, 64, 8),
+    "gpt-oss": (2880, 2880, 32, 4),
+    "Llama 4": (1024, 1408, 16, 1),
+    "six choices": (520, 200, 60, 6),
+    "22 choices": (1024, 512, 128, 22),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+@pytest.mark.gpu
+def test_the_bits_of_many_tokens(shape, dtype):
+    """With batch invariance, on Hopper, whose large instructions add up as the small ones here do."""
+    oai = shape == MODELS["gpt-oss"]
+    i = make("cuda", (200, *shape), ("swiglu_oai", True) if oai else ("swiglu", False), dtype, bias=oai)
+    ids = torch.stack([torch.randperm(shape[2])[: shape[3]] for _ in range(200)]).to("cuda")
+    ids[3, -1] = -1
+
+    def of_tokens(tokens):
+        plan = sort_by_expert(ids[tokens], shape[2])
+        plan = dict(zip(("order", "rank", "group_sizes"), plan, strict=True))
+        return i._replace(x=i.x[tokens], routing_weights=i.routing_weights[tokens], **plan)
+
+    with invariant(), torch.no_grad():
+        every = of_tokens(slice(None))
+        assert not few.takes_few(every)
+        out = both(every)
+        for tokens in ([7], [3], [2, 199], [100, 3, 5], list(range(40, 48))):
+            own = of_tokens(tokens)
+            assert few.takes_few(own) or not hopper.is_hopper(out.device)
+            assert torch.equal(both(own), out[tokens]), tokens
+
+
 def test_dropped_choices(device):
     """They have no row; a token without any gets zeros."""
     i = make(device, SHAPES["few tokens"])
@@ -117,7 +171,7 @@ def test_strides(device):
 
 
 def test_what_is_not_for_these_kernels(device, monkeypatch):
-    """Others run with a gradient, with batch invariance, and where someone has registered a kernel."""
+    """Others run with a gradient, with batch invariance in float32, and where a kernel is registered."""
     i, bound_few = make(device, SHAPES["few tokens"]), []
     monkeypatch.setattr(mlp, "bind_few", lambda i: bound_few.append(1) or few.bind_few(i))
     inputs = BothInputs(*i, 0, 0)
