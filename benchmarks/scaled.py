@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from moe_aiter.bench import cases
 from moe_aiter.bench.cases import ASKED, Case, Tunable, draw, gaussian
-from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
 from moe_aiter.kernels.grouped.masked_gmm import scaled_bmm
+from moe_aiter.kernels.grouped.scaled_gemm import scaled_gemm
 from moe_aiter.layers.experts import Experts
 from moe_aiter.layers.quantized import quantize
 from moe_aiter.op import use

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
     # fmt: off
     from .kernels.base.activations import swiglu_limit, swiglu_softcap
     from .kernels.dense.gemm import gemm
-    from .kernels.dense.scaled_gemm import scaled_gemm
+    from .kernels.grouped.scaled_gemm import scaled_gemm
     from .kernels.experts.glu import glu
     from .kernels.experts.keep_fp8 import keep_fp8_weights
     from .kernels.experts.mlp import expert_mlp
@@ -68,7 +68,7 @@ __all__ = [
 _MODULES = {  # module: its public names; all others are of layers
     "kernels.base.activations": "swiglu_limit swiglu_softcap",
     "kernels.dense.gemm": "gemm",
-    "kernels.dense.scaled_gemm": "scaled_gemm",
+    "kernels.grouped.scaled_gemm": "scaled_gemm",
     "kernels.experts.keep_fp8": "keep_fp8_weights",
     "kernels.experts.glu": "glu",
     "kernels.experts.mlp": "expert_mlp",

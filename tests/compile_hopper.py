@@ -28,11 +28,11 @@ from moe_aiter import tuning
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import ACTIVATIONS, get_activation
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS as UNGATED
-from moe_aiter.kernels.dense.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.experts.down import DownGradInputs
 from moe_aiter.kernels.experts.up import UpInputs
 from moe_aiter.kernels.grouped.gmm import GroupedIntoInputs
 from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs
+from moe_aiter.kernels.grouped.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, TgmmSumsInputs
 from moe_aiter.kernels.quantize.four_bit import FORMATS
 from moe_aiter.tuning.candidates import HOPPER_TILES, PORTABLE

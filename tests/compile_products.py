@@ -16,18 +16,18 @@ from moe_aiter.kernels.base.fp8 import FP8, native_fp8
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.base.tile import PERSISTENT
 from moe_aiter.kernels.dense.gemm import ACTIVATIONS, bind_gemm
-from moe_aiter.kernels.dense.scaled_gemm import (
+from moe_aiter.kernels.experts.adapted import AddLowRankInputs, bind_add_low_rank
+from moe_aiter.kernels.experts.down import DownGradInputs, bind_expert_down_grad
+from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
+from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
+from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs, bind_masked_gmm
+from moe_aiter.kernels.grouped.scaled_gemm import (
     MOST_K,
     ScaledGroupsInputs,
     ScaledInputs,
     bind_scaled_gemm,
     bind_scaled_gmm,
 )
-from moe_aiter.kernels.experts.adapted import AddLowRankInputs, bind_add_low_rank
-from moe_aiter.kernels.experts.down import DownGradInputs, bind_expert_down_grad
-from moe_aiter.kernels.experts.up import UpInputs, bind_expert_up
-from moe_aiter.kernels.grouped.gmm import GroupedInputs, GroupedIntoInputs, bind_gmm, bind_gmm_into
-from moe_aiter.kernels.grouped.masked_gmm import MaskedInputs, bind_masked_gmm
 from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs, bind_segments
 from moe_aiter.kernels.grouped.segments import SegmentTgmmInputs, bind_segment_tgmm
 from moe_aiter.kernels.grouped.tgmm import TgmmInputs, TgmmIntoInputs, bind_tgmm, bind_tgmm_into

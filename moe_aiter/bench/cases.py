@@ -17,8 +17,8 @@ from ..kernels.base.choice import fits_blas, question
 from ..kernels.base.gemm_row import GemmInputs
 from ..kernels.base.shuffle import shuffle_weight
 from ..kernels.dense.gemm import ACTIVATIONS, new_gemm
-from ..kernels.dense.scaled_gemm import ScaledInputs
 from ..kernels.grouped.masked_gmm import MaskedInputs
+from ..kernels.grouped.scaled_gemm import ScaledInputs
 from ..kernels.sparse.gemm import sparse_gemm  # noqa: F401  defines its ops
 from ..kernels.sparse.pattern import SparsePattern
 from ..op import IMPLS, ORDER, runs

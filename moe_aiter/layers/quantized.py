@@ -26,10 +26,10 @@ from ..kernels.base.check import (
     refuse_gradient,
 )
 from ..kernels.dense.gemm import multiply_linear
-from ..kernels.dense.scaled_gemm import scaled_gemm
 from ..kernels.experts.fp8 import quantized_experts
 from ..kernels.experts.mlp import mix_experts
 from ..kernels.experts.options import ExpertOptions, ExpertWeights
+from ..kernels.grouped.scaled_gemm import scaled_gemm
 from ..kernels.quantize.four_bit import FORMATS as FOUR_BITS
 from ..kernels.quantize.rows import quantize_rows
 from ..private_api import own_buffers, own_modules, own_parameters, tree_leaves

@@ -9,7 +9,7 @@ from moe_aiter.bench import cases, tiles, tune
 from moe_aiter.bench.cases import Case, Tunable
 from moe_aiter.bench.tiles import Kernel
 from moe_aiter.config import interpret
-from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm
+from moe_aiter.kernels.grouped.scaled_gemm import scaled_gemm
 from moe_aiter.op import poison, use
 from moe_aiter.tuning.candidates import candidates, rule
 from moe_aiter.tuning.choice import CHOICES, ChoiceKey

@@ -4,9 +4,9 @@ import torch
 
 from moe_aiter import scaled_gemm as public_scaled_gemm
 from moe_aiter.kernels.base.shuffle import shuffle_weight
-from moe_aiter.kernels.dense.scaled_gemm import scaled_gmm as public_scaled_gmm
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm as public_masked_gmm
 from moe_aiter.kernels.grouped.masked_gmm import scaled_bmm
+from moe_aiter.kernels.grouped.scaled_gemm import scaled_gmm as public_scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed, transpose_rows8
 from moe_aiter.kernels.quantize.rows import (

@@ -12,7 +12,6 @@ from torch.nn.functional import linear
 from conftest import GPU
 from moe_aiter.config import interpret
 from moe_aiter.kernels.dense.gemm import gemm
-from moe_aiter.kernels.dense.scaled_gemm import scaled_gemm, scaled_gmm
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
 from moe_aiter.kernels.experts.adapted import adapted_down, adapted_up, add_low_rank
 from moe_aiter.kernels.experts.glu import glu
@@ -20,6 +19,7 @@ from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.grouped.gmm import gmm_op, gmm_unpermute_op
 from moe_aiter.kernels.grouped.grouped_gemm import grouped_gemm
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm
+from moe_aiter.kernels.grouped.scaled_gemm import scaled_gemm, scaled_gmm
 from moe_aiter.kernels.grouped.segment_gmm import segment_gmm_op
 from moe_aiter.kernels.grouped.tgmm import tgmm, tgmm_into_op, tgmm_sums_op
 from moe_aiter.kernels.quantize.rows import quantize_by_amax_op, quantize_rows, quantize_rows_and_amax_op

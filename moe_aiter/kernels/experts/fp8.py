@@ -64,8 +64,8 @@ from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.sources import arrived, late
 from ..base.tile import column_slices
-from ..dense.scaled_gemm import ScaledGroupsInputs, scaled_gmm
 from ..grouped.gmm import GmmUnpermuteInputs, GroupedInputs, bind_token_sum
+from ..grouped.scaled_gemm import ScaledGroupsInputs, scaled_gmm
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import num_bytes, quantize_y, weight_gradient_fp8
 from ..quantize.blocks import plan_row_blocks

@@ -14,8 +14,8 @@ from moe_aiter.kernels.base import fixed_rows
 from moe_aiter.kernels.base.choice import should_use_scaled
 from moe_aiter.kernels.base.gemm_row import GemmInputs
 from moe_aiter.kernels.dense.gemm import multiply_linear, tile_of
-from moe_aiter.kernels.dense.scaled_gemm import ScaledInputs
 from moe_aiter.kernels.dense.tuned_gemm import tuned_gemm
+from moe_aiter.kernels.grouped.scaled_gemm import ScaledInputs
 from moe_aiter.op import IMPLS, ORDER, BackendError, pick, use
 from moe_aiter.routing.router import router_logits
 

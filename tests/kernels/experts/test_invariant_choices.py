@@ -14,7 +14,6 @@ from moe_aiter.bench.problem import SHAPES, Shape
 from moe_aiter.invariance import invariant
 from moe_aiter.kernels import hopper
 from moe_aiter.kernels.base.activations import get_activation
-from moe_aiter.kernels.dense.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.experts.fp8 import (
     DownGradFp8Inputs,
     GmmUnpermuteFp8Inputs,
@@ -26,6 +25,7 @@ from moe_aiter.kernels.experts.fp8 import (
 from moe_aiter.kernels.experts.tiers import HOPPER, PORTABLE, meta_experts, products, tier
 from moe_aiter.kernels.experts.up import ZInputs
 from moe_aiter.kernels.grouped.four_bit import FourBitInputs
+from moe_aiter.kernels.grouped.scaled_gemm import ScaledGroupsInputs
 from moe_aiter.kernels.grouped.segment_gmm import SegmentInputs
 from moe_aiter.op import IMPLS, bound, runs, use
 from moe_aiter.tuning import table_name

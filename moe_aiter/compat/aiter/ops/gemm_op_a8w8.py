@@ -1,10 +1,10 @@
-"""AITER's products of 8 bits: see `moe_aiter/kernels/dense/scaled_gemm.py`."""
+"""AITER's products of 8 bits: see `moe_aiter/kernels/grouped/scaled_gemm.py`."""
 
 import torch
 from torch import Tensor
 
 from ....kernels.base.check import check_axes, check_shape, check_sizes, renamed
-from ....kernels.dense.scaled_gemm import scaled_gemm
+from ....kernels.grouped.scaled_gemm import scaled_gemm
 
 __all__ = ["gemm_a8w8", "int8_gemm"]
 

@@ -7,7 +7,7 @@ from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.kernels.base import fp8, tile
 from moe_aiter.kernels.base.fp8 import FP8
-from moe_aiter.kernels.dense.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
+from moe_aiter.kernels.grouped.scaled_gemm import MOST_K, scaled_gemm, scaled_gmm
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.op import use
 
