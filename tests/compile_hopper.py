@@ -128,14 +128,19 @@ def run_hopper_tgmm(gather=True, columns_first=False, onto=None, k=1024, dtype=B
         module("tgmm").bind_tgmm_into(i)(i.existing_out, i)
 
 
-def run_hopper_tgmm_fp8(y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, k=4096, groups=E):
-    """n columns of y, the rows of the result, and k of x."""
+def run_hopper_tgmm_fp8(
+    y=E4M3, x=E4M3, columns_first=False, onto=None, n=2048, k=4096, groups=E, scaled=False
+):
+    """n columns of y, the rows of the result, and k of x; `scaled`: by scales of groups."""
     chunks = 262144 // 128 + groups
     shape = (groups, k, n) if columns_first else (groups, n, k)
     out = new(*shape, dtype=onto or BF16)
     operands = new(chunks, k, 128, dtype=x), new(chunks, n, 128, dtype=y), new(chunks, n, dtype=F32)
     sizes, strides = (chunks, groups, n, k), (out.mT if columns_first else out).stride()
     product = module("tgmm").bind_tgmm_fp8(operands[1], sizes, strides, onto is not None)
+    if scaled:
+        of_groups = new(groups, n, dtype=F32), new(groups, k, dtype=F32)
+        return product(out, *operands[:2], None, ints(groups, 3), of_groups)
     product(out, *operands, ints(groups, 3))
 
 
@@ -324,6 +329,10 @@ RUNS = {
     },
     "tgmm fp8 columns first": lambda: run_hopper_tgmm_fp8(columns_first=True),
     "tgmm fp8, odd blocks": lambda: run_hopper_tgmm_fp8(n=656, k=208),
+    "tgmm fp8 scaled": lambda: run_hopper_tgmm_fp8(scaled=True),
+    "tgmm fp8 scaled, odd blocks": lambda: run_hopper_tgmm_fp8(n=656, k=208, scaled=True),
+    "tgmm fp8 scaled, columns first": lambda: run_hopper_tgmm_fp8(columns_first=True, scaled=True),
+    "tgmm fp8 scaled accumulate": lambda: run_hopper_tgmm_fp8(onto=F32, scaled=True),
     "tgmm fp8 accumulate": lambda: run_hopper_tgmm_fp8(onto=F32),
     "tgmm fp8 accumulate bfloat16": lambda: run_hopper_tgmm_fp8(onto=BF16),
     "tgmm accumulate bfloat16": lambda: run_hopper_tgmm(gather=False, onto=BF16),
@@ -391,9 +400,15 @@ TUNED = {
         for gather in (False, True)
         for columns_first in (False, True)
     ],
-    "hopper_tgmm_fp8": [functools.partial(run_hopper_tgmm_fp8, columns_first=c) for c in (False, True)],
+    "hopper_tgmm_fp8": [
+        functools.partial(run_hopper_tgmm_fp8, columns_first=c, scaled=scaled)
+        for c in (False, True)
+        for scaled in (False, True)
+    ],
     "hopper_tgmm_accumulate_fp8": [
-        functools.partial(run_hopper_tgmm_fp8, columns_first=c, onto=F32) for c in (False, True)
+        functools.partial(run_hopper_tgmm_fp8, columns_first=c, onto=F32, scaled=scaled)
+        for c in (False, True)
+        for scaled in (False, True)
     ],
     "hopper_tgmm_accumulate": [functools.partial(run_hopper_tgmm, onto=F32, groups=256)],
     "hopper_masked_int8": [

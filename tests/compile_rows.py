@@ -179,6 +179,8 @@ def run_row_blocks(rows, tokens, n, k, formats):
     _, row_blocks = run_new(blocks.bind_plan_row_blocks, blocks.new_plan_row_blocks, plan)
     i = blocks.TransposeRowBlocksInputs(new(tokens, k, dtype=FORMATS["e4m3"]), order, top_k, row_blocks)
     run_new(blocks.bind_transpose_row_blocks, blocks.new_transpose_row_blocks, i)
+    own = i._replace(x8=new(rows, k, dtype=FORMATS["e4m3"]), order=None, top_k=1)
+    run_new(blocks.bind_transpose_row_blocks, blocks.new_transpose_row_blocks, own)
     for format in formats:
         factor = new(tokens, dtype=F32)
         i = blocks.QuantizeRowBlocksInputs(new(rows, n), factor, order, top_k, row_blocks, format)
@@ -297,7 +299,7 @@ def layout_cases():
         for targets, formats in ((NATIVE, tuple(FORMATS)), (sorted(TARGETS.keys() - NATIVE), ())):
             names = [
                 "plan_row_blocks_kernel",
-                "transpose_row_blocks_kernel",
+                *["transpose_row_blocks_kernel"] * 2,
                 *["quantize_row_blocks_kernel"] * len(formats),
             ]
             run = functools.partial(run_row_blocks, *sizes, formats)

@@ -4,9 +4,9 @@ import functools
 import typing
 from collections.abc import Callable
 
-from moe_aiter.kernels.dense import gemm, scaled_gemm
+from moe_aiter.kernels.dense import gemm
 from moe_aiter.kernels.experts import adapted, cpu, down, glu, up
-from moe_aiter.kernels.grouped import gmm, masked_gmm, segment_gmm, segments, tgmm
+from moe_aiter.kernels.grouped import gmm, masked_gmm, scaled_gemm, segment_gmm, segments, tgmm
 from moe_aiter.kernels.quantize import blocks, layouts, rows, scale_blocks
 from moe_aiter.kernels.rows import permute, sums, topk
 from moe_aiter.kernels.sparse import gemm as sparse

@@ -29,6 +29,7 @@ INPUT = (
 PROBABILITIES = "rng_seed=0, unused_tokens_prob=0.0, unused_experts_prob=0.1"
 TENSORS, BOTH = "M, K, N, G, num_group_sizes, ", "trans_lhs=False, trans_rhs=False, "
 SUM = "preferred_element_type=torch.bfloat16, existing_out=None, accumulate=False, config=None"
+SCALES = "lhs_scale=None, rhs_scale=None"
 OURS = "preferred_element_type=None, existing_out=None, accumulate=False, config=None"
 
 # AITER e4048607a5 and FlashInfer fb28d7242, both of 22 August 2026; the eight names of AITER's
@@ -111,10 +112,11 @@ UPSTREAM = {
 }
 DIFFERENT = {  # on purpose: docs/products.md says of each how
     "gmm": "lhs, rhs, group_sizes, *fourth, bias=None, preferred_element_type=None, existing_out=None, "
-    "work_stealing=False, config=None, grid_dim=None, trans_rhs=None",
+    f"work_stealing=False, config=None, grid_dim=None, trans_rhs=None, {SCALES}",
     "ptgmm": f"lhs, rhs, group_sizes, *fourth, bias_grad=None, {OURS}, grid_dim=None, trans_lhs=None, "
-    "bias_grad_from='lhs'",
-    "nptgmm": f"lhs, rhs, group_sizes, *fourth, bias_grad=None, {OURS}, trans_lhs=None, bias_grad_from='lhs'",
+    f"bias_grad_from='lhs', {SCALES}",
+    "nptgmm": f"lhs, rhs, group_sizes, *fourth, bias_grad=None, {OURS}, trans_lhs=None, "
+    f"bias_grad_from='lhs', {SCALES}",
     "get_config": "gmm_type, M, K, N, G, accumulate=False, *, dtype=None, trans=None",
     "gen_multiple_group_sizes": "num_group_sizes, M, G, group_sizes_dtype=torch.int32, device=DEVICE, "
     f"{PROBABILITIES}, *, group_sizes_0=None",

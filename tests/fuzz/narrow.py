@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_aiter import gmm, nptgmm, ptgmm
 from moe_aiter import scaled_gemm as public_scaled_gemm
 from moe_aiter.kernels.base.shuffle import shuffle_weight
 from moe_aiter.kernels.grouped.masked_gmm import masked_gmm as public_masked_gmm
@@ -113,6 +114,63 @@ def scaled_gmm(draw: Draw) -> Case:
                 factors = (None if f is None else f[i] for f, i in ((x_scale, t), (w_scale, g), (bias, g)))
                 out[r] = times(exact(x[t]) @ exact(w[g]), *factors, torch.float64)
         return out.to(out_dtype)
+
+    return Case(ours, plain, tensors, gradients=False, coarse=sums_of(xt))
+
+
+@target
+def gmm_8_bits(draw: Draw) -> Case:
+    """`gmm` with scales of rows or of blocks, fresh and into a tensor that keeps its last rows."""
+    xt, wt, K, N = draw.pick(*FLOATS8), draw.pick(*FLOATS8), draw.size(1), draw.size(1)
+    group_sizes, sizes, M = draw.group_sizes(draw.count())
+    G, out_dtype, blocks = len(sizes), draw.pick(*WIDE), draw.flip()
+    tensors = {
+        "lhs": of_8_bits(draw, M, K, dtype=xt),
+        "rhs": of_8_bits(draw, G, K, N, dtype=wt),
+        "lhs_scale": scale(draw, (M, 1) if blocks else (M,), chance=1),  # no size reaches a second block
+        "rhs_scale": scale(draw, (G, 1, 1) if blocks else (G, N), chance=1),
+        "out": draw.dense(draw.numbers(M, N, dtype=out_dtype)),
+    }
+    if draw.flip():
+        tensors["bias"] = draw.numbers(G, N, dtype=wide_or(draw, out_dtype))
+
+    def ours(lhs, rhs, out, **named):
+        named |= {"preferred_element_type": out_dtype, "trans_rhs": False}
+        into = written(out, lambda out: gmm(lhs, rhs, group_sizes, existing_out=out, **named))
+        return gmm(lhs, rhs, group_sizes, **named), into
+
+    def plain(lhs, rhs, lhs_scale, rhs_scale, out, bias=None):
+        exact_lhs, column = exact(lhs) * lhs_scale.view(M, 1), rhs_scale if not blocks else rhs_scale[:, 0]
+        product = loops.grouped(exact_lhs, exact(rhs) * column[:, None], sizes, bias).to(out.dtype)
+        return product, torch.cat([product[: sum(sizes)], out[sum(sizes) :]])
+
+    coarse = out_dtype if blocks else sums_of(xt)
+    return Case(ours, plain, tensors, gradients=False, coarse=coarse)
+
+
+@target
+def ptgmm_8_bits(draw: Draw) -> Case:
+    """ptgmm and nptgmm with a scale for each column of each group."""
+    xt, yt, K, N = draw.pick(*FLOATS8), draw.pick(*FLOATS8), draw.size(), draw.size()
+    group_sizes, sizes, M = draw.group_sizes(draw.count())
+    G, product, accumulate = len(sizes), draw.pick(ptgmm, nptgmm), draw.flip()
+    tensors = {
+        "x": of_8_bits(draw, M, K, dtype=xt),
+        "y": of_8_bits(draw, M, N, dtype=yt),
+        "lhs_scale": scale(draw, (G, K), chance=1),
+        "rhs_scale": scale(draw, (G, N), chance=1),
+        "out": draw.dense(draw.numbers(G, K, N, dtype=draw.pick(*WIDE))),
+    }
+
+    def ours(x, y, out, **scales):
+        def fill(out):
+            product(x.mT, y, group_sizes, existing_out=out, accumulate=accumulate, trans_lhs=False, **scales)
+
+        return written(out, fill)
+
+    def plain(x, y, lhs_scale, rhs_scale, out):
+        sums = loops.transposed(exact(x), exact(y), sizes) * lhs_scale[:, :, None] * rhs_scale[:, None]
+        return (sums + out if accumulate else sums).to(out.dtype)
 
     return Case(ours, plain, tensors, gradients=False, coarse=sums_of(xt))
 

@@ -153,6 +153,21 @@ def check_scales(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias=No
             raise ValueError(f"{name} must be {tuple(shape)}, but it has shape {tuple(t.shape)}")
 
 
+def check_two_scales(**scales: Tensor | None) -> None:
+    """Raise unless every scale is a tensor: operands of 8 bits have one each."""
+    for name, scale in scales.items():
+        if scale is None:
+            raise ValueError(f"operands of 8 bits have {' and '.join(scales)}, but {name} is missing")
+        check_tensor(name, scale)
+
+
+def check_8_bit_options(**options: object) -> None:
+    """Raise if there is an option that products of 8 bits do not have."""
+    for name, option in options.items():
+        if option is not None:
+            raise ValueError(f"operands of 8 bits take no {name}")
+
+
 def as_vector(
     name: str, scale: Tensor | float | None, x: Tensor, size: int, shapes: tuple[tuple[int, ...], ...]
 ) -> Tensor | None:

@@ -57,8 +57,8 @@ from ..base.fp8 import FP8
 from ..base.gemm_row import GemmInputs
 from ..base.shuffle import unshuffle_weight
 from ..grouped.masked_gmm import masked_gmm
+from ..grouped.scaled_gemm import scaled_gemm
 from .gemm import gemm, multiply_linear, product_inside
-from .scaled_gemm import scaled_gemm
 
 # choice of the implementation
 

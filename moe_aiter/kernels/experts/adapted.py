@@ -46,7 +46,7 @@ from ..base.check import (
 from ..base.sources import arrived, late
 from ..base.tile import TILE_DTYPES
 from ..grouped.four_bit import FourBitInputs, four_bit_gmm_op
-from ..grouped.gmm import GroupedInputs, gmm_op, gmm_reference
+from ..grouped.gmm import GmmFp8Inputs, GroupedInputs, gmm_fp8_op, gmm_op, gmm_reference
 from ..grouped.segment_gmm import (
     SHORT_K,
     SegmentInputs,
@@ -63,7 +63,7 @@ from ..quantize.scale_blocks import dequantize, quantize_blocks
 from ..rows.permute import UnpermuteInputs, permute_op, unpermute_op, unpermute_reference
 from ..rows.sums import group_sum, scaled_rows, weigh_rows_op
 from .down import bias_dots
-from .fp8 import GmmFp8Inputs, ZFp8Inputs, gmm_fp8_op
+from .fp8 import ZFp8Inputs
 from .inputs import check_expert_values
 from .up import ZInputs, up_gradients
 

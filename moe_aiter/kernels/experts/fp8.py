@@ -64,8 +64,8 @@ from ..base.fp8 import ROW_BLOCK
 from ..base.launch import cdiv
 from ..base.sources import arrived, late
 from ..base.tile import column_slices
-from ..grouped.gmm import GmmUnpermuteInputs, GroupedInputs, bind_token_sum
-from ..grouped.scaled_gemm import ScaledGroupsInputs, scaled_gmm
+from ..grouped.gmm import GmmUnpermuteInputs, bind_token_sum, has_blocks
+from ..grouped.scaled_gemm import scaled_gmm
 from ..grouped.tgmm import weight_gradient
 from ..grouped.tgmm_fp8 import num_bytes, quantize_y, weight_gradient_fp8
 from ..quantize.blocks import plan_row_blocks
@@ -105,11 +105,6 @@ RECIPES = (*FORMATS, *(format + ALL for format in FORMATS), BLOCK)  # the format
 def quantize_tokens(x: Tensor, format: str, blocks: bool) -> tuple[Tensor, Tensor]:
     """Rows of 8-bit floats with a scale for each row, or for each block of its columns."""
     return quantize_blocks(x, False, format) if blocks else quantize_rows(x, format)
-
-
-def has_blocks(scale: Tensor) -> bool:
-    """Whether these scales of a weight are those of blocks."""
-    return scale.dim() == 3
 
 
 class QuantizedTokens(NamedTuple):
@@ -223,24 +218,7 @@ class GmmUnpermuteFp8Inputs(NamedTuple):
         return GmmUnpermuteInputs(x, w, self.group_sizes, self.bias, *routing, self.row_bytes)
 
 
-class GmmFp8Inputs(ScaledGroupsInputs):
-    """The inputs of the op `gmm_fp8`: those of `scaled_gmm` with scales of blocks, and w.mT contiguous.
-
-    x_scale (M, K / 128), or (T, K / 128) with order, and w_scale (G, N / 128, K / 128), rounded up.
-    """
-
-    def rounded(self) -> GroupedInputs:
-        """Return the inputs of `gmm` that these stand for."""
-        x, w = dequantize(self.x, self.x_scale, self.dtype), dequantize(self.w.mT, self.w_scale, self.dtype)
-        return GroupedInputs(take_rows(x, self.order, self.top_k), w.mT, self.group_sizes, self.bias)
-
-
 # experts_fp8: launcher
-
-
-@binds
-def bind_gmm_fp8(i: GmmFp8Inputs) -> Callable:
-    return hopper.launcher("gmm", "bind_scaled_gmm")(i, blocks=True)
 
 
 @binds
@@ -295,7 +273,6 @@ def bind_down_grad(i: DownGradFp8Inputs | DownGradFp8OverZInputs) -> Callable:
     return launch_down_grad
 
 
-bind_gmm_fp8.fits = hopper.fits_gmm_fp8
 bind_gmm_unpermute_fp8.fits = hopper.fits_gmm_unpermute_fp8
 bind_up.fits = bind_z.fits = hopper.fits_up_fp8
 bind_down_grad.fits = hopper.fits_down_grad_fp8
@@ -326,11 +303,6 @@ expert_up_fp8_op = define_op(
 expert_z_fp8_op = define_op(
     "expert_z_fp8", ZFp8Inputs, new=lambda i: new_up(with_z(i))[0],
     **everywhere("expert_z", lambda i: ZInputs(*with_z(i).as_up(rounded=True)[:8])), hopper=bind_z,
-)  # fmt: skip
-gmm_fp8_op = define_op(
-    "gmm_fp8", GmmFp8Inputs,
-    new=lambda i: i.x.new_empty(len(i.x if i.order is None else i.order), i.w.shape[2], dtype=i.dtype),
-    **everywhere("gmm", GmmFp8Inputs.rounded), hopper=bind_gmm_fp8,
 )  # fmt: skip
 gmm_unpermute_fp8_op = define_op(
     "gmm_unpermute_fp8", GmmUnpermuteFp8Inputs,

@@ -8,6 +8,8 @@ product of the experts forward, and the gradient of x backward:
     out[t] = sum over j of s[t, j] * rows[rank[t, j]],   rows[s:e] = x[s:e] @ w[g] + bias[g]
 
 The rows (R, N) exist only between the product and the sum, one slice of their columns at a time.
+
+With operands of 8 bits `gmm` is `scaled_gmm` of ./scaled_gemm.py, or with scales of blocks `gmm_fp8`.
 """
 
 import functools
@@ -17,11 +19,26 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ...op import ROCM, Written, binds, bound, define_inplace_op, define_op, extended, gradients, pick, takes
+from ...op import (
+    IMPLS,
+    ROCM,
+    Written,
+    binds,
+    bound,
+    define_inplace_op,
+    define_op,
+    extended,
+    fill,
+    gradients,
+    pick,
+    runs,
+    takes,
+)
 from ...tuning.aiter_json import tile_of
 from ...tuning.candidates import Config
 from .. import hopper
 from ..base.check import (
+    OCP,
     Float,
     Index,
     Operand,
@@ -33,15 +50,20 @@ from ..base.check import (
     check_floating,
     check_own_memory,
     check_plan_values,
+    check_row_values,
     check_shape,
     check_size,
     fourth_argument,
     oriented,
+    refuse_gradient,
+    renamed,
     result_dtype,
     split_groups,
+    take_rows,
     wide,
 )
 from ..base.fixed_rows import multiply_rows
+from ..base.fp8 import check_8_bit_options, check_two_scales
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.lent import all_weights, matrix_of, own_part, unit_with
 from ..base.sources import leaving
@@ -65,6 +87,8 @@ from ..base.tile import (
     walk,
     with_boxes,
 )
+from ..quantize.layouts import transpose_rows8
+from ..quantize.scale_blocks import dequantize
 from ..rows.permute import (
     ELSEWHERE,
     UnpermuteInputs,
@@ -74,6 +98,7 @@ from ..rows.permute import (
     weights_of,
 )
 from ..rows.sums import group_sum
+from .scaled_gemm import ScaledGroupsInputs, scaled_gmm_op, shape_of_scaled_gmm
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
 # gmm: inputs
@@ -341,6 +366,114 @@ gmm_into_op = define_inplace_op(
 )  # fmt: skip
 
 
+# gmm of 8 bits
+
+
+class GmmFp8Inputs(ScaledGroupsInputs):
+    """The inputs of the op `gmm_fp8`: those of `scaled_gmm` with scales of blocks; on Hopper w.mT has its
+    columns in a row.
+
+    x_scale (M, K / 128), or (T, K / 128) with order, and w_scale (G, N / 128, K / 128), rounded up.
+    """
+
+    def rounded(self) -> GroupedInputs:
+        """Return the inputs of `gmm` that these stand for."""
+        x, w = dequantize(self.x, self.x_scale, self.dtype), dequantize(self.w.mT, self.w_scale, self.dtype)
+        return GroupedInputs(take_rows(x, self.order, self.top_k), w.mT, self.group_sizes, self.bias)
+
+
+# of `scaled_gmm_into`: `scaled_gmm` or `gmm_fp8` with its result in a tensor that is there
+ScaledIntoInputs = extended(
+    "ScaledIntoInputs", ScaledGroupsInputs, {"existing_out": Written}, order=None, top_k=None, dtype=None
+)  # fmt: skip
+
+
+def has_blocks(scale: Tensor) -> bool:
+    """Whether these scales of a weight are those of blocks."""
+    return scale.dim() == 3
+
+
+def as_fresh(i: ScaledIntoInputs) -> tuple[str, ScaledGroupsInputs]:
+    """Return the op whose result is fresh, and its inputs."""
+    op, kind = ("gmm_fp8", GmmFp8Inputs) if has_blocks(i.w_scale) else ("scaled_gmm", ScaledGroupsInputs)
+    return op, kind(*i[1:], None, 1, i.existing_out.dtype)
+
+
+def fill_rounded(out: Tensor, i: GmmFp8Inputs) -> None:
+    fill("gmm", out, i.rounded())
+
+
+def fill_scaled_into(out: Tensor, i: ScaledIntoInputs) -> None:
+    rows, end = out.new_empty(out.shape), i.group_sizes.clamp(0, len(out)).sum()
+    fill(as_fresh(i)[0], rows, as_fresh(i)[1])
+    there = torch.arange(len(out), device=out.device) < end
+    out.copy_(rows.where(there[:, None], out))
+
+
+@binds
+def bind_gmm_fp8(i: GmmFp8Inputs) -> Callable:
+    return hopper.launcher("gmm", "bind_scaled_gmm")(i, blocks=True)
+
+
+@binds
+def bind_scaled_into(i: ScaledIntoInputs) -> Callable:
+    bind = hopper.launcher("gmm", "bind_scaled_gmm")
+    launch = bind(as_fresh(i)[1], has_blocks(i.w_scale), zero_rest=False)
+    return lambda out, i: launch(out, as_fresh(i)[1])
+
+
+def fits_scaled_into(i: ScaledIntoInputs) -> bool:
+    op, fresh = as_fresh(i)
+    return bool(hopper.by_tma(i.existing_out)) and runs(IMPLS[op]["hopper"], fresh)
+
+
+bind_gmm_fp8.fits = hopper.fits_gmm_fp8
+bind_scaled_into.fits = fits_scaled_into
+
+
+def check_scaled_into(i: ScaledIntoInputs) -> None:
+    check_fields(i)
+    shape = shape_of_scaled_gmm(as_fresh(i)[1], has_blocks(i.w_scale))
+    check_floating("existing_out", i.existing_out, shape, "(M, N) = {}")
+    check_own_memory("existing_out", i.existing_out)
+
+
+gmm_fp8_op = define_op(
+    "gmm_fp8", GmmFp8Inputs, new=lambda i: i.x.new_empty(shape_of_scaled_gmm(i, True), dtype=i.dtype),
+    check_values=lambda i: check_row_values(i.x, i), torch=fill_rounded, triton=fill_rounded,
+    hopper=bind_gmm_fp8,
+)  # fmt: skip
+scaled_gmm_into_op = define_inplace_op(
+    "scaled_gmm_into", ScaledIntoInputs, check=check_scaled_into,
+    check_values=lambda i: check_plan_values(len(i.x), i.group_sizes),
+    reference=lambda i: fill_scaled_into(i.existing_out, i), triton=fill_scaled_into, hopper=bind_scaled_into,
+)  # fmt: skip
+
+
+@renamed(x="lhs", w="rhs", x_scale="lhs_scale", w_scale="rhs_scale", out_dtype="preferred_element_type")
+def gmm_8_bits(
+    x: Tensor, w: Tensor, group_sizes: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype | None, out: Tensor | None, config: dict[str, int] | None, grid_dim: int | None,
+) -> Tensor:  # fmt: skip
+    """`gmm` of operands of 8 bits."""
+    check_two_scales(x_scale=x_scale, w_scale=w_scale)
+    check_8_bit_options(config=config, grid_dim=grid_dim)
+    refuse_gradient("a product of 8 bits", x, w, x_scale, w_scale, bias)
+    if (x_scale.dim(), w_scale.dim()) not in ((1, 2), (2, 3)):
+        shapes = "(M,) and (G, N), or of blocks (M, K / 128) and (G, N / 128, K / 128)"
+        given = tuple(x_scale.shape), tuple(w_scale.shape)
+        raise ValueError(f"x_scale and w_scale must be {shapes}, but they are {given[0]} and {given[1]}")
+    if w.is_cuda and w.stride(1) != 1 and w.dtype in OCP:
+        w = transpose_rows8(w).mT  # as matrix instructions of 8 bits read it
+    if out is None:
+        op = gmm_fp8_op if has_blocks(w_scale) else scaled_gmm_op
+        return op(x, w, group_sizes, x_scale, w_scale, bias, None, 1, dtype or torch.bfloat16)
+    check_existing(out, dtype)
+    with torch.no_grad():
+        scaled_gmm_into_op(out, x, w, group_sizes, x_scale, w_scale, bias)
+    return out
+
+
 # gmm: public
 
 
@@ -348,7 +481,8 @@ def gmm(
     lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *fourth: Tensor | torch.dtype | None,
     bias: Tensor | None = None, preferred_element_type: torch.dtype | None = None,
     existing_out: Tensor | None = None, work_stealing: bool = False, config: dict[str, int] | None = None,
-    grid_dim: int | None = None, trans_rhs: bool | None = None,
+    grid_dim: int | None = None, trans_rhs: bool | None = None, lhs_scale: Tensor | None = None,
+    rhs_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply each group of rows of `lhs` (M, K) by its own matrix of `rhs` (G, K, N); returns (M, N).
 
@@ -365,6 +499,11 @@ def gmm(
     grid_dim: run as so many programs, each of which takes tiles in turn, say to leave room for other kernels.
     trans_rhs: whether `rhs` is (G, N, K).  Unless given it is where only that fits: a square `rhs` is (G, K,
         N).  Strides are free either way.
+    lhs_scale, rhs_scale: float32, of operands that are 8-bit floats, each e4m3fn, e4m3fnuz or e5m2.  Either
+        (M,) for rows of `lhs` and (G, N) for columns of `rhs`, also of int8; or of blocks of 128, rounded up,
+        (M, K / 128) and (G, N / 128, K / 128), whatever `trans_rhs` is.  The result is bfloat16 unless asked
+        for in float16 or float32, and not differentiable; no `config` nor `grid_dim`.  An `rhs` that is not
+        contiguous along K is copied.  GPUs that do not multiply these numbers convert them first.
     fourth: the fourth argument by position is `bias` if it is a tensor, and `preferred_element_type` if it is
         a dtype.  All others are given by name.
 
@@ -373,8 +512,8 @@ def gmm(
     result is not recorded.
 
     Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
-    memory with an operand, TypeError for dtypes, before anything is written; with MOE_AITER_DEBUG=1 also
-    ValueError for group sizes that are negative or sum to more than M.
+    memory with an operand, TypeError for dtypes, RuntimeError for gradients of 8 bits, before anything is
+    written; with MOE_AITER_DEBUG=1 also ValueError for group sizes that are negative or sum to more than M.
     """
     if fourth:
         named = {"bias": bias, "preferred_element_type": preferred_element_type}
@@ -385,6 +524,9 @@ def gmm(
     if existing_out is None:  # torch casts no operands either where an output is given
         lhs, rhs, bias = cast_as_linear(lhs, rhs, bias)
     rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], trans_rhs)
+    if lhs.itemsize == 1 or not (lhs_scale is None and rhs_scale is None):
+        how = bias, preferred_element_type, existing_out, config, grid_dim
+        return gmm_8_bits(lhs, rhs, group_sizes, lhs_scale, rhs_scale, *how)
     (M, K), (G, _, N) = lhs.shape, rhs.shape
     tile, programs = tile_of("gmm", config, (M, K, N, G), lhs.dtype, grid_dim)
     if existing_out is None:

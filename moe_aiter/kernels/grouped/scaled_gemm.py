@@ -33,6 +33,7 @@ from ..base.choice import MANY_ROWS, fits_blas, multiply_by_blas, should_use_sca
 from ..base.fp8 import (
     FP8,
     MOST_K,
+    ROW_BLOCK,
     add_product,
     as_loaded,
     as_operands,
@@ -346,12 +347,24 @@ def scaled_gmm_reference(i: ScaledGroupsInputs) -> Tensor:
 # scaled_gmm: op
 
 
-def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
+def shape_of_scaled_gmm(i: ScaledGroupsInputs, blocks: bool = False) -> tuple[int, int]:
+    """(M, N), once the inputs fit together; with `blocks` the scales are those of `quantize_blocks`."""
     rows = i.x.shape[0] if i.order is None else i.order.shape[0]
     check_rows("x", i.x, "K", i.order, i.top_k, rows)
     size = check_8_bits(i)
-    check_scales((i.x.shape[0],), (size["G"], size["N"]), i.x_scale, i.w_scale, i.bias)
-    return i.x.new_empty(rows, size["N"], dtype=i.dtype)
+    of_x, of_w, of_bias = (i.x.shape[0],), (size["G"], size["N"]), (size["G"], size["N"])
+    if blocks:
+        if i.x.dtype == torch.int8:
+            raise TypeError("scales of blocks are for 8-bit floats, but x is torch.int8")
+        across = cdiv(i.x.shape[1], ROW_BLOCK)
+        of_x, of_w = (*of_x, across), (size["G"], cdiv(size["N"], ROW_BLOCK), across)
+    check_scales(of_x, of_w, i.x_scale, i.w_scale)
+    check_scales((), of_bias, None, None, i.bias)
+    return rows, size["N"]
+
+
+def new_scaled_gmm(i: ScaledGroupsInputs) -> Tensor:
+    return i.x.new_empty(shape_of_scaled_gmm(i), dtype=i.dtype)
 
 
 scaled_gmm_op = define_op(

@@ -11,6 +11,15 @@ On Hopper the rows of x are laid out by columns as well (quantize/blocks.py), an
 are.  For each expert of a token x is there once, so it comes in slices of its columns, as few as take
 `x_bytes` each, MOST at most.  The result has the same bits for any slices.  On other devices, and for sizes
 that do not fit, both operands are dequantised and multiplied in the dtype of y.
+
+`scaled_tgmm_into` takes x and y (M, N) that are both quantised before, with a scale for each column of each
+group.  Such scales are constant along the sum, so they multiply it at its end, and x need not be known when
+y is quantised:
+
+    out[g] = (x[s:e].T @ y[s:e]) * x_scale[g][:, None] * y_scale[g]
+
+On Hopper both operands are laid out by columns.  Elsewhere they are multiplied in float16, which holds every
+8-bit float.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +30,27 @@ from torch import Tensor
 
 from ...op import Written, binds, define_inplace_op, define_op, extended, fill
 from .. import hopper
-from ..base.check import Float8, Index, check_fields, check_row_values, check_rows, take_rows
-from ..base.fp8 import ROW_BLOCK
+from ..base.check import (
+    Float8,
+    Index,
+    check_fields,
+    check_plan_values,
+    check_row_values,
+    check_rows,
+    take_rows,
+    wide,
+)
+from ..base.fp8 import FP8, ROW_BLOCK, check_scales
 from ..base.launch import cdiv
 from ..base.tile import BLOCK, column_slices
-from ..quantize.blocks import quantize_row_blocks, rows_of_blocks, transpose_row_blocks
+from ..quantize.blocks import (
+    most_row_blocks,
+    plan_row_blocks,
+    quantize_row_blocks,
+    rows_of_blocks,
+    transpose_row_blocks,
+)
+from ..quantize.layouts import transpose_rows8
 from ..quantize.rows import check_float32, dequantize_rows
 from .tgmm import MOST, TgmmInputs, check_sum, tgmm_into_op
 
@@ -153,6 +178,84 @@ tgmm_fp8_into_op = define_inplace_op(
     check=lambda i: check_sum("out", i.existing_out, shape_of_tgmm_fp8(i)),
     check_values=lambda i: check_row_values(i.x8, i),
     reference=rounded_tgmm_into, triton=lambda out, i: rounded_tgmm_into(i), hopper=bind_tgmm_fp8_into,
+)  # fmt: skip
+
+
+# scaled_tgmm: inputs
+
+
+class ScaledTgmmInputs(NamedTuple):
+    """The inputs of the op `scaled_tgmm_into`."""
+
+    existing_out: Written  # (G, K, N)
+    x: Annotated[Tensor, "M, K"]
+    y: Annotated[Tensor, "M, N"]
+    group_sizes: Annotated[Index, "G"]
+    x_scale: Tensor  # (G, K)
+    y_scale: Tensor  # (G, N)
+    accumulate: bool
+
+
+# scaled_tgmm: reference
+
+
+def fill_scaled_tgmm(i: ScaledTgmmInputs) -> None:
+    end = i.group_sizes.long().clamp(0, len(i.x)).cumsum(0).clamp(max=len(i.x))
+    empty = end.diff(prepend=end.new_zeros(1)) == 0  # such a group may have any scales
+    product = i.existing_out.new_empty(i.existing_out.shape, dtype=torch.float32)
+    tgmm_into_op(product, i.x.to(torch.float16), i.y.to(torch.float16), i.group_sizes, None, 1, False)
+    product *= i.x_scale[:, :, None]
+    product *= i.y_scale[:, None, :]
+    product.masked_fill_(empty[:, None, None], 0)
+    i.existing_out.copy_(wide(i.existing_out) + product if i.accumulate else product)
+
+
+# scaled_tgmm: launcher
+
+
+@binds
+def bind_scaled_tgmm(i: ScaledTgmmInputs) -> Callable:
+    (M, K), N, G, out = i.x.shape, i.y.shape[1], i.group_sizes.shape[0], i.existing_out
+    stored = not i.accumulate and hopper.stores_weights(out)  # else it is added to what is there
+    sizes = most_row_blocks(M, G), G, K, N
+    product = hopper.launcher("tgmm", "bind_tgmm_fp8")(i.x, sizes, out.stride(), not stored)
+    turned = stored and out.stride(2) != 1
+
+    def launch(out, i):
+        if not (stored or i.accumulate):
+            out.zero_()
+        spans, row_blocks = plan_row_blocks(i.group_sizes, M)
+        x8, y8 = (transpose_row_blocks(in_rows(t), None, 1, row_blocks) for t in (i.x, i.y))
+        scales = i.x_scale.contiguous(), i.y_scale.contiguous()
+        product(out.mT if turned else out, y8, x8, None, spans, scales)
+
+    return launch
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x (M, K), whose columns may lie side by side, by rows."""
+    return x if x.stride(1) == 1 else transpose_rows8(x.mT[None])[0]
+
+
+bind_scaled_tgmm.fits = hopper.fits_scaled_tgmm
+
+# scaled_tgmm: op
+
+
+def check_scaled_tgmm(i: ScaledTgmmInputs) -> None:
+    size = check_fields(i)
+    for name, t in (("x", i.x), ("y", i.y)):
+        if t.dtype not in FP8:
+            raise TypeError(f"{name} must be of 8-bit floats, not {t.dtype}")
+    G, K, N = size["G"], size["K"], size["N"]
+    check_scales((G, K), (G, N), i.x_scale, i.y_scale)
+    check_sum("existing_out", i.existing_out, (G, K, N))
+
+
+scaled_tgmm_into_op = define_inplace_op(
+    "scaled_tgmm_into", ScaledTgmmInputs, check=check_scaled_tgmm,
+    check_values=lambda i: check_plan_values(len(i.x), i.group_sizes),
+    reference=fill_scaled_tgmm, triton=lambda out, i: fill_scaled_tgmm(i), hopper=bind_scaled_tgmm,
 )  # fmt: skip
 
 

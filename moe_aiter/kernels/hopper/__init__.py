@@ -19,7 +19,7 @@ from ...invariance import batch_invariant
 from ...op import binds, forced, runs
 from ..base.activations import get_activation
 from ..base.choice import FEW, should_use_gemm, should_use_scaled
-from ..base.fp8 import MOST_K, OCP
+from ..base.fp8 import MOST_K, OCP, ROW_BLOCK
 from ..base.sources import takes_passes
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -185,8 +185,9 @@ def fits_up_fp8(i) -> bool | No:
 
 def fits_gmm_fp8(i) -> bool | No:
     rows, w = i.x if i.order is None else i.order, i.w.mT
-    fit = is_hopper(i.x.device) and i.dtype in DTYPES and len(rows) > 0 and w.shape[1] % 8 == 0
-    return fit and by_tma(i.x) and weight_by_tma(w)
+    fit = is_hopper(i.x.device) and {i.x.dtype, w.dtype} <= set(OCP) and i.dtype in DTYPES
+    fit = fit and len(rows) > 0 and w.shape[1] % 8 == 0
+    return fit and by_tma(i.x) and weight_by_tma(w) and w.stride(2) == 1
 
 
 def fits_gmm_unpermute_fp8(i) -> bool | No:
@@ -205,15 +206,26 @@ def fits_tgmm(i) -> bool | No:
     return by_tma(i.x, i.y) and (i.order is None or small(i.x))
 
 
+def stores_weights(out: Tensor) -> bool | No:
+    """Whether TMA can write the matrices of `out` (G, K, N), by rows or by columns."""
+    return out.dtype in DTYPES and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
+
+
 def fits_tgmm_into(i) -> bool | No:
     out = i.existing_out
-    plain = out.dtype == i.x.dtype and (by_tma(out) or by_tma(out.mT)) and out.stride(0) % 8 == 0
+    plain = out.dtype == i.x.dtype and stores_weights(out)
     return fits_tgmm(i) and not i.tile and (i.accumulate or plain)
 
 
 def fits_tgmm_fp8(i) -> bool:
     (C, N, _), K = i.y8.shape, i.x8.shape[1]
     fit = is_hopper(i.x8.device) and i.dtype in DTYPES and min(i.x8.numel(), i.order.numel() * N) > 0
+    return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
+
+
+def fits_scaled_tgmm(i) -> bool:
+    (M, K), N, C = i.x.shape, i.y.shape[1], i.x.shape[0] // ROW_BLOCK + i.group_sizes.shape[0]
+    fit = is_hopper(i.x.device) and {i.x.dtype, i.y.dtype} <= set(OCP) and M > 0
     return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
 
 

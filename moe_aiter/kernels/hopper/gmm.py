@@ -176,10 +176,11 @@ def bind_segments(i, zero_rest: bool) -> Callable:
     return lambda out, i: product(out, i.x, i.w, i.indptr if indptr else i.lens, None, i.weight_indices)
 
 
-def bind_scaled_gmm(i, blocks: bool = False) -> Callable:
+def bind_scaled_gmm(i, blocks: bool = False, zero_rest: bool = True) -> Callable:
     """`i`: the inputs of `scaled_gmm`, or with `blocks` of `gmm_fp8`."""
     (G, K, _), M = i.w.shape, i.x.shape[0] if i.order is None else i.order.shape[0]
-    product, top_k = bind_product(i.x, i.w, (M, K, G), i.dtype, blocks=blocks), i.top_k
+    how, top_k = {"zero_rest": zero_rest, "blocks": blocks}, i.top_k
+    product = bind_product(i.x, i.w, (M, K, G), i.dtype, **how)
 
     def launch(out, i):
         # words of eight bytes are copied faster than bytes

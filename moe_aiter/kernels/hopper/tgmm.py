@@ -3,7 +3,7 @@
 `tgmm` has the meaning of ../grouped/tgmm.py, `tgmm_fp8` that of ../grouped/tgmm_fp8.py; ../quantize/blocks.py
 makes the operands of the latter.  Its stage is one row block: the tensor core sums the block, and float32
 adds that sum times the scales of the block, one for each row of the result.  So one instruction both promotes
-and scales a sum.
+and scales a sum.  Scales of whole groups multiply the sum of all blocks, by rows and by columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from ... import tuning
 from ..base.fp8 import ROW_BLOCK
 from ..base.launch import bind_kernel, num_programs
 from ..rows.sums import bind_bias_grad, bind_sum_groups
+from .epilogue import Scales
 from .gluon import (
     Number,
     aggregate,
@@ -400,7 +401,7 @@ class Operands:
 
     a_desc: tma.tensor_descriptor  # (C * M, ROW_BLOCK)
     b_desc: tma.tensor_descriptor  # (C * N, ROW_BLOCK)
-    scale_ptr: gl.tensor  # (C, M) float32, of a
+    scale_ptr: object  # (C, M) float32, of a, or None
     positions_ptr: gl.tensor  # (G, 3): group, first row block, end
     M: Number
     N: Number
@@ -441,7 +442,8 @@ def row_block_producer(operands, ring, queue, tiles):
 
 @gluon.jit
 def add_row_block(sums, ring, i, scale, CONSUMER: gl.constexpr):
-    """Add the product of the row block in stage i, times the scales of its rows, to blocks of columns."""
+    """Add the product of the row block in stage i, times the scales of its rows if there are any, to blocks
+    of columns."""
     HALF: gl.constexpr = ring.a.shape[1] // 2
     WIDTH: gl.constexpr = sums[0].shape[1]
     layout: gl.constexpr = sums[0].type.layout
@@ -455,14 +457,17 @@ def add_row_block(sums, ring, i, scale, CONSUMER: gl.constexpr):
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if j == len(sums) - 1:
             ring.release(i)
-        out = out + (sums[j] + part * scale[:, None],)
+        if scale is not None:
+            part *= scale[:, None]
+        out = out + (sums[j] + part,)
     return out
 
 
 @gluon.jit
 def row_block_consumer(
-    CONSUMER: gl.constexpr, operands, ring, queue, tiles, out, WIDTH: gl.constexpr, STORE_N: gl.constexpr
-):
+    CONSUMER: gl.constexpr, operands, group_scales, ring, queue, tiles, out,
+    WIDTH: gl.constexpr, STORE_N: gl.constexpr,
+):  # fmt: skip
     """This consumer's half of the rows of each tile; registers hold one sum of WIDTH columns of the tensor
     core's beside the whole in float32."""
     BLOCK_M: gl.constexpr = ring.a.shape[1]
@@ -481,17 +486,23 @@ def row_block_consumer(
         sums = ()
         for _ in gl.static_range(BLOCK_N // WIDTH):
             sums = sums + (zeros,)
-        next_scale = operands.scales(first, rows, end)
+        if operands.scale_ptr is not None:
+            next_scale = operands.scales(first, rows, end)
         for block in range(first, end):
-            scale, next_scale = next_scale, operands.scales(block + 1, rows, end)  # a block ahead
-            sums = add_row_block(sums, ring, i, scale, CONSUMER)
+            if operands.scale_ptr is None:
+                sums = add_row_block(sums, ring, i, None, CONSUMER)
+            else:
+                scale, next_scale = next_scale, operands.scales(block + 1, rows, end)  # a block ahead
+                sums = add_row_block(sums, ring, i, scale, CONSUMER)
             i += 1
+        scaled_end = gl.where(first < end, operands.M, 0)  # a group without rows may have any scales
         SPLIT: gl.constexpr = WIDTH // STORE_N
         for j in gl.static_range(BLOCK_N // WIDTH):
             accs = blocks(sums[j], SPLIT)
             for s in gl.static_range(SPLIT):
                 n = tile_n * BLOCK_N + (j * SPLIT + s) * STORE_N
-                out.put(accs[s], CONSUMER, group, m, n, TURN=j * SPLIT + s)
+                part = group_scales.apply(accs[s], group, m, scaled_end, n, operands.N)
+                out.put(part, CONSUMER, group, m, n, TURN=j * SPLIT + s)
     store_wait(pendings=0)
 
 
@@ -499,7 +510,9 @@ def row_block_consumer(
 def tgmm_fp8_kernel(
     a_desc,  # (C * M, ROW_BLOCK)
     b_desc,  # (C * N, ROW_BLOCK)
-    scale_ptr,  # (C, M) float32, of a
+    scale_ptr,  # (C, M) float32, of a, or None
+    row_scale_ptr,  # (G, M) float32, of the groups' columns of a, or None
+    column_scale_ptr,  # (G, N) float32, of the groups' columns of b, or None
     positions_ptr,  # (G, 3)
     out_desc,  # (G, M, N), or (G, N, M) where columns come first; not used to accumulate
     out_ptr,  # (G, M, N)
@@ -523,11 +536,12 @@ def tgmm_fp8_kernel(
     operands = Operands(a_desc, b_desc, scale_ptr, positions_ptr, M, N)
     strides = Strides(out_strides[0], out_strides[1], out_strides[2])
     out = Output(out_desc, buffers, out_ptr, strides, M, N, COLUMNS_FIRST, ACCUMULATE)
+    group_scales = Scales(row_scale_ptr, M, 1, column_scale_ptr, N, 1, M, False)
     tiles = Tiles(gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), G, GROUP_M, PROGRAMS)
     gl.warp_specialize(
         [
-            (row_block_consumer, (0, operands, ring, queue, tiles, out, WIDTH, STORE_N)),
-            (row_block_consumer, (1, operands, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (row_block_consumer, (0, operands, group_scales, ring, queue, tiles, out, WIDTH, STORE_N)),
+            (row_block_consumer, (1, operands, group_scales, ring, queue, tiles, out, WIDTH, STORE_N)),
             (row_block_producer, (operands, ring, queue, tiles)),
         ],
         [4, 4],
@@ -541,10 +555,12 @@ def tgmm_fp8_kernel(
 def bind_tgmm_fp8(
     y8: Tensor, sizes: tuple[int, ...], out_strides: Sequence[int], accumulate: bool
 ) -> Callable[..., None]:
-    """Return `product(out, x8, y8, y_scale, positions)`, with out[g] (M, N) = y.T @ x over a group's rows.
+    """Return `product(out, x8, y8, y_scale, positions, group_scales)`, with out[g] (M, N) = y.T @ x over a
+    group's rows.
 
     y8 (C, M, ROW_BLOCK) has the scales y_scale (C, M); x8 (C, N, ROW_BLOCK) has no scales, and may be a slice
-    of the N columns, with `out` that of the result.  With `accumulate` the sum is added to `out`.
+    of the N columns, with `out` that of the result.  In the place of y_scale, `group_scales` are those of y
+    (G, M) and of x (G, N).  All scales are contiguous.  With `accumulate` the sum is added to `out`.
 
     `sizes` are C, G, M and N.  `out_strides` are those of (G, M, N), and `out` is (G, N, M) if the columns
     come first.
@@ -561,10 +577,11 @@ def bind_tgmm_fp8(
         PROGRAMS=programs, **tile_options(c),
     )  # fmt: skip
 
-    def product(out, x8, y8, y_scale, positions):
+    def product(out, x8, y8, y_scale, positions, group_scales=(None, None)):
         a_desc = descriptor(y8.view(-1, ROW_BLOCK), c.block_m, c.block_k)
         b_desc = descriptor(x8.view(-1, ROW_BLOCK), c.block_n, c.block_k)
         out_desc = a_desc if accumulate else descriptor(out, 1, *box)
-        kernel(a_desc, b_desc, y_scale, positions, out_desc, out, G, M, x8.shape[1], out_strides)
+        scales = y_scale, *group_scales
+        kernel(a_desc, b_desc, *scales, positions, out_desc, out, G, M, x8.shape[1], out_strides)
 
     return product

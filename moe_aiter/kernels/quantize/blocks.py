@@ -59,7 +59,7 @@ class TransposeRowBlocksInputs(NamedTuple):
     """The inputs of the op `transpose_row_blocks`: the columns of x8[order[r] // top_k]."""
 
     x8: Annotated[Float8, "T, K"]
-    order: Annotated[Index, "M"]
+    order: Annotated[Index, "M"] | None  # None: row r is x8[r]
     top_k: int
     row_blocks: Annotated[Index, "C, 2"]
 
@@ -186,9 +186,11 @@ def take_row_blocks(x: Tensor, source: Tensor, there: Tensor) -> Tensor:
     return x[source.where(there, 0)].masked_fill(~there[..., None], 0).mT
 
 
-def tokens_of(row_blocks: Tensor, order: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def tokens_of(row_blocks: Tensor, order: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """The token at each offset of each block, and whether there is one."""
     row, there = rows_in(row_blocks)
+    if order is None:
+        return row, there
     token = order.clamp(min=0).long() // top_k
     return token[row.where(there, 0)] if len(order) else row, there
 
@@ -283,7 +285,7 @@ def transpose_words(rows):
 @jit_kernel
 def transpose_row_blocks_kernel(
     x_ptr,  # (T, W) words of four bytes
-    order_ptr,  # (M,)
+    order_ptr,  # (M,), or None where row r is x's own
     row_blocks_ptr,  # (C, 2)
     out_ptr,  # (C, 4 * W, ROW_BLOCK // 4)
     C, W,
@@ -301,7 +303,9 @@ def transpose_row_blocks_kernel(
     rows = ()
     for i in tl.static_range(4):
         m = row + tl.arange(0, QUARTER) * 4 + i
-        token = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
+        token = m
+        if order_ptr is not None:
+            token = tl.maximum(tl.load(order_ptr + m, mask=m < end, other=0), 0) // TOP_K
         mask = (w < W)[:, None] & (m < end)[None, :]
         x = tl.load(x_ptr + token.to(tl.int64)[None, :] * x_stride + w[:, None], mask=mask, other=0)
         rows = rows + (x.to(tl.uint32, bitcast=True),)
@@ -324,7 +328,7 @@ def new_quantize_row_blocks(i: QuantizeRowBlocksInputs) -> tuple[Tensor, Tensor]
 
 def new_transpose_row_blocks(i: TransposeRowBlocksInputs) -> Tensor:
     size = check_fields(i)
-    check_rows("x8", i.x8, "K", i.order, i.top_k, size["M"])
+    check_rows("x8", i.x8, "K", i.order, i.top_k, size["T" if i.order is None else "M"])
     return i.x8.new_empty(size["C"], size["K"], ROW_BLOCK)
 
 
@@ -392,6 +396,7 @@ def quantize_row_blocks(
     return quantize_row_blocks_op(y.detach(), factor, order, top_k, row_blocks, format)
 
 
-def transpose_row_blocks(x8: Tensor, order: Tensor, top_k: int, row_blocks: Tensor) -> Tensor:
-    """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, ROW_BLOCK), the same bytes."""
+def transpose_row_blocks(x8: Tensor, order: Tensor | None, top_k: int, row_blocks: Tensor) -> Tensor:
+    """The rows order // top_k of `x8` (T, K), 8-bit floats, by columns: (C, K, ROW_BLOCK), the same bytes.
+    Without an order these are its own rows."""
     return transpose_row_blocks_op(x8, order, top_k, row_blocks)

@@ -15,13 +15,13 @@ from moe_aiter.kernels.experts.fp8 import (
     RECIPES,
     QuantizedTokens,
     UpFp8Inputs,
-    gmm_fp8_op,
     gmm_unpermute_fp8_op,
     quantize_tokens,
     quantized_dout,
 )
 from moe_aiter.kernels.experts.mlp import expert_mlp, mix_experts
 from moe_aiter.kernels.experts.options import ExpertOptions, ExpertWeights
+from moe_aiter.kernels.grouped.gmm import gmm_fp8_op
 from moe_aiter.kernels.hopper import is_hopper
 from moe_aiter.kernels.quantize.layouts import quantize_folded, quantize_transposed
 from moe_aiter.kernels.quantize.rows import dequantize_rows, quantize_rows
