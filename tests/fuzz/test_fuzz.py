@@ -66,7 +66,6 @@ NOT_REACHED = {  # ops that no case can reach here, and what tests them
         (
             "expert_down_grad_fp8",
             "expert_up_fp8",
-            "gmm_fp8",
             "plan_row_blocks",
             "quantize_row_blocks",
             "transpose_row_blocks",

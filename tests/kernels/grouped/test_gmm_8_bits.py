@@ -18,6 +18,7 @@ KINDS = ("rows", "blocks")
 BLOCK = 128
 # with scales of blocks, numbers are rounded before the product unless a kernel knows such scales
 LIMITS = {torch.float32: 3e-6, torch.float16: 6e-4, BF16: 5e-3}
+SHORT = 5e-4  # a tensor core keeps some 14 bits of a sum, or 11 of an operand
 OUTS = [torch.float32, torch.float16] if interpret else list(LIMITS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 CUDA = torch.device("cuda", 0)
@@ -63,6 +64,10 @@ def definition(x, w, x_scale, w_scale, sizes, bias=None) -> Tensor:
     return out
 
 
+def limit(got: Tensor) -> float:
+    return max(LIMITS[got.dtype], SHORT if got.is_cuda else 0)
+
+
 def multiply(x, w, x_scale, w_scale, sizes, **named) -> Tensor:
     return gmm(x, w.mT, sizes, lhs_scale=x_scale, rhs_scale=w_scale, trans_rhs=False, **named)
 
@@ -76,12 +81,12 @@ def test_definition(device, name, kind, out):
     for b in (None, bias):
         exact = definition(*inputs, b)
         got = multiply(*inputs, bias=b, preferred_element_type=out)
-        assert got.dtype == out and error(got, exact) < LIMITS[out]
+        assert got.dtype == out and error(got, exact) < limit(got)
         assert not got[sum(GROUP_SIZES[name]) :].any()
         into = torch.full_like(got, 7)
         assert multiply(*inputs, bias=b, existing_out=into) is into
         rows = sum(GROUP_SIZES[name])
-        assert error(into[:rows], exact[:rows]) < LIMITS[out] and (into[rows:] == 7).all()
+        assert error(into[:rows], exact[:rows]) < limit(got) and (into[rows:] == 7).all()
 
 
 @every_kind
@@ -90,7 +95,7 @@ def test_sizes(device, kind, k, n):
     """Blocks at the end are smaller; of no columns the sum is 0."""
     inputs = make(kind, device, [9, 0, 30], k, n, groups=torch.int64)
     got = multiply(*inputs, preferred_element_type=torch.float32)
-    assert error(got, definition(*inputs)) < LIMITS[torch.float32]
+    assert error(got, definition(*inputs)) < limit(got)
 
 
 @every_kind
@@ -98,13 +103,13 @@ def test_sizes(device, kind, k, n):
 def test_formats(device, kind, dtypes):
     inputs = make(kind, device, [20, 11], dtypes=dtypes)
     got = multiply(*inputs, preferred_element_type=torch.float32)
-    assert error(got, definition(*inputs)) < LIMITS[torch.float32]
+    assert error(got, definition(*inputs)) < limit(got)
 
 
 def test_integers(device):
     inputs = make("rows", device, [20, 11], dtypes=(torch.int8, torch.int8))
     got = multiply(*inputs, preferred_element_type=torch.float32)
-    assert error(got, definition(*inputs)) < LIMITS[torch.float32]
+    assert error(got, definition(*inputs)) < limit(got)
     inputs = make("blocks", device, [20, 11], dtypes=(torch.int8, torch.int8))
     with pytest.raises(TypeError, match="of blocks are for 8-bit floats, but lhs is"):
         multiply(*inputs)
@@ -119,7 +124,8 @@ def test_layouts(device, kind):
     scales = {"lhs_scale": x_scale, "rhs_scale": w_scale.mT.contiguous().mT}
     assert torch.equal(gmm(x, w, sizes, trans_rhs=True, **scales), expected)
     turned = w.mT.contiguous()
-    assert torch.equal(gmm(x.mT.contiguous().mT, turned, sizes, trans_rhs=False, **scales), expected)
+    other = gmm(x.mT.contiguous().mT, turned, sizes, trans_rhs=False, **scales)
+    assert error(other, expected) < limit(other)  # a GPU may use another kernel
     assert not multiply(x, w, x_scale, w_scale, torch.zeros_like(sizes)).any()
     empty = multiply(x[:0], w, x_scale[:0], w_scale, torch.zeros_like(sizes))
     assert empty.shape == (0, 40)
@@ -130,7 +136,7 @@ def test_the_weight_of_the_gradient(device):
     dout, w, *scales, sizes = make("blocks", device, [20, 11], k=144, n=300)  # w (G, N, K)
     how = {"lhs_scale": scales[0], "trans_rhs": False, "preferred_element_type": torch.float32}
     got = gmm(dout, w.mT.contiguous(), sizes, rhs_scale=scales[1].mT.contiguous().mT, **how)
-    assert error(got, definition(dout, w, *scales, sizes)) < LIMITS[torch.float32]
+    assert error(got, definition(dout, w, *scales, sizes)) < limit(got)
 
 
 @every_kind

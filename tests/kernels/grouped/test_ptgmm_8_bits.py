@@ -13,7 +13,7 @@ from moe_aiter.op import IMPLS, INPUTS, pick, use
 
 from ...check import error, few
 from ...shapes import GROUP_SIZES
-from .test_gmm_8_bits import BF16, CUDA, E4M3, E5M2, codes
+from .test_gmm_8_bits import BF16, CUDA, E4M3, E5M2, SHORT, codes
 
 LIMITS = {torch.float32: 3e-6, torch.float16: 6e-4, BF16: 2.5e-3}
 OUTS = [torch.float32, torch.float16] if interpret else list(LIMITS)
@@ -41,6 +41,10 @@ def definition(x, y, sizes, x_scale, y_scale) -> Tensor:
     return out
 
 
+def limit(got: Tensor) -> float:
+    return max(LIMITS[got.dtype], SHORT if got.is_cuda else 0)
+
+
 def multiply(variant, x, y, sizes, x_scale, y_scale, **named) -> Tensor:
     named = {"trans_lhs": False} | named
     return variant(x.mT, y, sizes, lhs_scale=x_scale, rhs_scale=y_scale, **named)
@@ -53,28 +57,28 @@ def test_definition(device, variant, name, out):
     inputs = make(device, GROUP_SIZES[name])
     exact = definition(*inputs)
     got = multiply(variant, *inputs, preferred_element_type=out)
-    assert got.dtype == out and error(got, exact) < LIMITS[out]
+    assert got.dtype == out and error(got, exact) < limit(got)
     assert not any(got[g].any() for g, size in enumerate(GROUP_SIZES[name]) if not size)
     into = torch.full_like(got, float("nan"))
     assert multiply(variant, *inputs, existing_out=into) is into and torch.equal(into, got)
     into = torch.randn_like(exact).to(out).mT.contiguous().mT
     exact += into.double()
     multiply(variant, *inputs, existing_out=into, accumulate=True)
-    assert error(into, exact) < LIMITS[out]
+    assert error(into, exact) < limit(got)
 
 
 @pytest.mark.parametrize("k, n", [(1, 1), (127, 129), (300, 130), (0, 5)])
 def test_sizes(device, k, n):
     inputs = make(device, [129, 0, 30], k, n, groups=torch.int64)
     got = multiply(ptgmm, *inputs, preferred_element_type=torch.float32)
-    assert error(got, definition(*inputs)) < LIMITS[torch.float32]
+    assert error(got, definition(*inputs)) < limit(got)
 
 
 @pytest.mark.parametrize("dtypes", [(x, y) for x in FP8 for y in FP8], ids=str)
 def test_formats(device, dtypes):
     inputs = make(device, [20, 11], dtypes=dtypes)
     got = multiply(ptgmm, *inputs, preferred_element_type=torch.float32)
-    assert error(got, definition(*inputs)) < LIMITS[torch.float32]
+    assert error(got, definition(*inputs)) < limit(got)
 
 
 def test_quantised_by_columns(device):
@@ -145,7 +149,7 @@ def test_hopper(dtypes, k, n, sizes):
             i = INPUTS["scaled_tgmm_into"](onto, x, y, *rest, True)
             assert pick("scaled_tgmm_into", i) is IMPLS["scaled_tgmm_into"]["hopper"]
             multiply(ptgmm, x, y, *rest, existing_out=onto, accumulate=True)
-            assert error(onto, expected) < (5e-4 if dtype == torch.float32 else 2.5e-3)
+            assert error(onto, expected) < limit(onto)
             multiply(ptgmm, x, y, *rest, existing_out=onto.fill_(float("nan")))
             for g, size in enumerate(sizes):
                 assert error(onto[g], exact[g]) < 2.5e-3 if size else not onto[g].any()
@@ -163,4 +167,4 @@ def test_captured(no_debug):
         sizes.copy_(torch.tensor(other))
         graph.replay()
         with use("torch"):
-            assert error(got, multiply(ptgmm, *inputs)) < LIMITS[BF16]
+            assert error(got, multiply(ptgmm, *inputs)) < 2 * LIMITS[BF16]  # both are rounded
