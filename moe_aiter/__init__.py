@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # checkers and editors read these; at run time `__getattr__` 
     # fmt: off
     from .kernels.base.activations import swiglu_limit, swiglu_softcap
     from .kernels.dense.gemm import gemm
-    from .kernels.grouped.scaled_gemm import scaled_gemm
     from .kernels.experts.glu import glu
     from .kernels.experts.keep_fp8 import keep_fp8_weights
     from .kernels.experts.mlp import expert_mlp
     from .kernels.grouped.gmm import gmm
     from .kernels.grouped.grouped_gemm import grouped_gemm
     from .kernels.grouped.ptgmm import nptgmm, ptgmm
+    from .kernels.grouped.scaled_gemm import scaled_gemm
     from .kernels.grouped.segment_gmm import segment_gmm
     from .kernels.grouped.tgmm import tgmm
     from .kernels.rows.sort import sort_by_expert
@@ -68,13 +68,13 @@ __all__ = [
 _MODULES = {  # module: its public names; all others are of layers
     "kernels.base.activations": "swiglu_limit swiglu_softcap",
     "kernels.dense.gemm": "gemm",
-    "kernels.grouped.scaled_gemm": "scaled_gemm",
     "kernels.experts.keep_fp8": "keep_fp8_weights",
     "kernels.experts.glu": "glu",
     "kernels.experts.mlp": "expert_mlp",
     "kernels.grouped.gmm": "gmm",
     "kernels.grouped.grouped_gemm": "grouped_gemm",
     "kernels.grouped.ptgmm": "nptgmm ptgmm",
+    "kernels.grouped.scaled_gemm": "scaled_gemm",
     "kernels.grouped.segment_gmm": "segment_gmm",
     "kernels.grouped.tgmm": "tgmm",
     "kernels.rows.sort": "sort_by_expert",
