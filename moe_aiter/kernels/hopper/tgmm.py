@@ -495,13 +495,14 @@ def row_block_consumer(
                 scale, next_scale = next_scale, operands.scales(block + 1, rows, end)  # a block ahead
                 sums = add_row_block(sums, ring, i, scale, CONSUMER)
             i += 1
-        scaled_end = gl.where(first < end, operands.M, 0)  # a group without rows may have any scales
+        # a group without rows may have any scales
+        scaled_m, scaled_n = gl.where(first < end, operands.M, 0), gl.where(first < end, operands.N, 0)
         SPLIT: gl.constexpr = WIDTH // STORE_N
         for j in gl.static_range(BLOCK_N // WIDTH):
             accs = blocks(sums[j], SPLIT)
             for s in gl.static_range(SPLIT):
                 n = tile_n * BLOCK_N + (j * SPLIT + s) * STORE_N
-                part = group_scales.apply(accs[s], group, m, scaled_end, n, operands.N)
+                part = group_scales.apply(accs[s], group, m, scaled_m, n, scaled_n)
                 out.put(part, CONSUMER, group, m, n, TURN=j * SPLIT + s)
     store_wait(pendings=0)
 
