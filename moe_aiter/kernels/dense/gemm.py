@@ -163,10 +163,11 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
 # with batch invariance, for few rows, and instead of a tile that leaves a GPU idle: of 16 bits, where
 # instructions are known
-FEW_ROWS, FEW_TILES = (
-    tuning.Config(16, 16, 512, num_warps=2, num_stages=3),
-    tuning.Config(64, 32, 64, num_warps=4, num_stages=5),
-)
+FEW_TILES = tuning.Config(64, 32, 64, num_warps=4, num_stages=5)
+FEW_ROWS = {  # by whether the wide tile has programs for all of a GPU
+    False: tuning.Config(16, 16, 512, num_warps=2, num_stages=3),
+    True: tuning.Config(16, 64, 128, num_warps=4, num_stages=4),
+}
 KNOWN = ("sm80", "sm90")
 
 # kernel
@@ -278,8 +279,8 @@ def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     busy = 2 * tiles > num_programs(i.x)
     if interpret or i.x.itemsize != 2 or tuning.served()[-1] not in KNOWN:
         return config
-    if FEW_ROWS.block_m >= M:
-        return FEW_ROWS
+    if FEW_ROWS[True].block_m >= M:
+        return FEW_ROWS[B * cdiv(N, FEW_ROWS[True].block_n) >= num_programs(i.x)]
     return config if busy else FEW_TILES
 
 

@@ -44,7 +44,7 @@ DOWN = {True: (2, 2048, 8), False: (16, 1024, 8)}  # the numbers are those of al
 # the same by tensor cores, which multiply 16 columns by as many rows, here copies of one
 UP_DOT, DOWN_DOT, COPIES = (16, 256, 1), (16, 1024, 4), tl.constexpr(16)
 STAGES = 4
-DEEPEST = 128  # numbers of an expert, of a program of the down-projection
+DEEPEST = 128  # numbers of each of several experts
 
 
 # kernels
@@ -209,9 +209,9 @@ def adds_as_many(i: ExpertInputs) -> bool:
 def tile_of(w: Tensor, tiles: dict[bool, tuple[int, int, int]], experts: int = 1) -> dict:
     """Return the launch arguments of a tile of so many of the matrices of a weight (G, N, K)."""
     by_rows, dot = w.stride(2) == 1, batch_invariant()
-    block_n, numbers, warps = (UP_DOT if tiles is UP else DOWN_DOT) if dot else tiles[by_rows]
+    block_n, numbers, warps = (UP_DOT if experts == 1 else DOWN_DOT) if dot else tiles[by_rows]
     block_k, at_once = max(16, numbers // experts), 16 // w.itemsize
-    if dot and tiles is DOWN:
+    if dot and experts > 1:
         block_k = min(block_k, DEEPEST)
     each = at_once if by_rows else max(1, block_n * block_k // (warps * WARP * at_once))
     tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "DOT": dot}
