@@ -1,4 +1,8 @@
-"""Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL."""
+"""Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL.
+
+On a machine with one GPU, two ranks share it: their kernels, their symmetric memory and its barriers are
+those of two GPUs, and gloo takes the place of NCCL, which refuses such ranks.
+"""
 
 import contextlib
 import math
@@ -12,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_aiter.distributed import experts, guests
+from moe_aiter.distributed import experts, guests, transport
 from moe_aiter.distributed.loans import Rates
 from moe_aiter.distributed.wire import Wire
 
@@ -29,11 +33,32 @@ def run(world: int, function: Callable, folder: pathlib.Path, backend: str = "gl
 def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, backend: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if backend == "nccl" and torch.cuda.device_count() < world:
+        backend = share_gpu()
+    elif backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=world)
     function(rank, world, folder)
     leave()
+
+
+def share_gpu() -> str:
+    """Let the ranks of this machine use its only GPU; returns the backend that connects them."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    torch.cuda.set_device(0)
+    transport.why_not_symmetric = lambda group, device: ""
+    return "gloo"
+
+
+def ranks_on_gpus() -> int:
+    """How many ranks a test of the GPUs has: one for each, or two that share a GPU."""
+    return max(gpus(), 2)
+
+
+def captured() -> tuple[str, ...]:
+    """The transports that neither wait on the host nor leave a CUDA graph: gloo does both."""
+    return ("collective", "auto") if dist.get_backend() == "nccl" else ("auto",)
 
 
 def gpus() -> int:

@@ -10,7 +10,7 @@ from moe_aiter.distributed import guests
 from moe_aiter.distributed.loans import GPU
 from moe_aiter.invariance import invariant
 
-from .ranks import gathered, gpus, run
+from .ranks import gathered, ranks_on_gpus, run
 from .test_on_gpus import E, build, draw, mine, share, step
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +51,5 @@ def everything(rank, world, folder):
         check_kind(rank, world, kind, "triton")
 
 
-@pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")
 def test_bits_of_one_gpu(tmp_path):
-    run(gpus(), everything, tmp_path, "nccl")
+    run(ranks_on_gpus(), everything, tmp_path, "nccl")

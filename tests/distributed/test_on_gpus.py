@@ -15,7 +15,7 @@ from moe_aiter.distributed.loans import GPU
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 
 from ..references import expert_loop_reference
-from .ranks import gpus, of_all_ranks, run, whole
+from .ranks import captured, of_all_ranks, ranks_on_gpus, run, whole
 
 pytestmark = pytest.mark.gpu
 E, K, T, H, I = 16, 4, 512, 256, 128  # noqa: E741  tokens of each rank
@@ -111,7 +111,7 @@ def check_transports(rank, world, guests=0, lora=False, **options):
             trained = [p for layer in shared for p in layer.parameters() if p.requires_grad]
             gradients = [whole(p.grad) for p in trained]
             results.append([out.detach(), leaf.grad, weights.grad, *gradients])
-        assert shared[0].dispatcher.symmetric == (transport == "auto" and world > 1)
+        assert shared[0].dispatcher.symmetric == (transport == "auto")
     for first, others in ((0, results[1:3]), (3, results[4:])) if guests else ((0, results[1:]),):
         assert all(all(map(torch.equal, results[first], other)) for other in others)
     assert all(error(*pair) < 1e-2 for pair in zip(results[0], results[3], strict=True))
@@ -194,7 +194,7 @@ def lends(rank, world, folder):
                     check_values(rank, world, backend, dtype, options | {"transport": transport})
     check_transports(rank, world, **few)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
-    for transport in ("collective", "auto"):
+    for transport in captured():
         check_no_synchronisation(rank, world, transport=transport, **few)
         check_graph(rank, world, transport=transport, **few)
     check_graph(rank, world, rows=0.5, **few)
@@ -205,22 +205,22 @@ def everything(rank, world, folder):
         for dtype in (torch.bfloat16, torch.float32):
             for options in ({}, {"keep_x": True}, {"rows": 0.5}, {"max_tokens": T + 3}):
                 for transport in ("collective", "symmetric"):
-                    if transport == "collective" or (world > 1 and "keep_x" not in options):
+                    if transport == "collective" or "keep_x" not in options:
                         check_values(rank, world, backend, dtype, options | {"transport": transport})
     for options in {}, {"recompute": "z"}, {"fp8": "e4m3"}, {"fp8": "e4m3", "recompute": "z"}, {"lora": True}:
         check_transports(rank, world, **options)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
-    for transport in ("collective", "auto"):
+    for transport in captured():
         check_no_synchronisation(rank, world, transport=transport)
         check_graph(rank, world, transport=transport)
         check_graph(rank, world, transport=transport, rows=0.5)
+    for transport in ("collective", "auto"):
         check_empty_ranks(rank, world, transport)
 
 
 def test_on_gpus(tmp_path):
-    run(gpus(), everything, tmp_path, "nccl")
+    run(ranks_on_gpus(), everything, tmp_path, "nccl")
 
 
-@pytest.mark.skipif(gpus() < 2, reason="it needs two GPUs")
 def test_guests_on_gpus(tmp_path):
-    run(gpus(), lends, tmp_path, "nccl")
+    run(ranks_on_gpus(), lends, tmp_path, "nccl")

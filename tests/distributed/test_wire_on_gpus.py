@@ -13,7 +13,7 @@ from moe_aiter.distributed import guests
 from moe_aiter.distributed.loans import GPU
 from moe_aiter.kernels.experts.fp8 import RECIPES
 
-from .ranks import all_bits, gpus, of_all_ranks, run
+from .ranks import all_bits, captured, of_all_ranks, ranks_on_gpus, run
 from .test_on_gpus import (
     E,
     T,
@@ -36,7 +36,7 @@ def check_bits(rank, world, transport, recipe, dtype):
     for options in ({}, {"bias": True}, {"recompute": "z"}):
         experts, given = build(dtype, fp8=recipe, **options), draw(world, dtype=dtype, skew=1.0)
         alone, (x, ids, s, dout) = step(experts, experts, *given), mine(rank, world, given)
-        for way in ways if world > 1 else ways[:-1]:
+        for way in ways:
             steps, forward = [], []
             for bits in (contextlib.nullcontext, all_bits):
                 with bits():
@@ -53,14 +53,14 @@ def check_bits(rank, world, transport, recipe, dtype):
 
 def everything(rank, world, folder):
     guests.rates_of = lambda kind: GPU._replace(link=math.inf)  # so that experts of few rows are lent too
-    for transport in ("collective", "symmetric") if world > 1 else ("collective",):
+    for transport in ("collective", "symmetric"):
         for recipe in RECIPES:
             check_bits(rank, world, transport, recipe, torch.bfloat16)
         check_bits(rank, world, transport, "e5m2_all", torch.float16)
     for fp8 in ("e4m3", "e5m2_all", "block"):
         check_transports(rank, world, fp8=fp8)
     object.__setattr__(settings, "debug", False)  # whose checks of values synchronise
-    for transport in ("collective", "auto"):
+    for transport in captured():
         for fp8 in ("e4m3_all", "block"):
             check_no_synchronisation(rank, world, fp8, transport=transport)
             check_graph(rank, world, fp8, transport=transport)
@@ -68,4 +68,4 @@ def everything(rank, world, folder):
 
 
 def test_wire_on_gpus(tmp_path):
-    run(gpus(), everything, tmp_path, "nccl")
+    run(ranks_on_gpus(), everything, tmp_path, "nccl")
