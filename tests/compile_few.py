@@ -12,7 +12,13 @@ from moe_aiter.invariance import invariant
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import few
 from moe_aiter.kernels.experts.tiers import meta_experts
-from moe_aiter.kernels.rows.route_few import RouteFewInputs, bind_few_logits, bind_route_few, new_route_few
+from moe_aiter.kernels.rows.route_few import (
+    RouteFewInputs,
+    bind_few_logits,
+    bind_route_few,
+    bind_split_logits,
+    new_route_few,
+)
 from moe_aiter.routing.router import LogitsInputs
 
 F32 = torch.float32
@@ -40,6 +46,11 @@ def run_route(T, E, top_k, sigmoid, renormalize, bias=False):
 def run_logits(T, H, E, dtype=torch.bfloat16, bias=False):
     i = LogitsInputs(new(T, H), new(E, H, dtype=dtype), new(E) if bias else None)
     bind_few_logits(i)(new(T, E, dtype=F32), i)
+
+
+def run_split(T, H, E, unit=1):
+    i = LogitsInputs(new(T, H * unit)[:, ::unit], new(E, H, dtype=F32), None)
+    bind_split_logits(i)(new(T, E, dtype=F32), i)
 
 
 def reads_16_bytes(target, launches):
@@ -71,6 +82,9 @@ def cases():
             yield f"route few {sizes} {how}", Case(functools.partial(run_route, *sizes, *how))
     for sizes in ((1, 2048, 128), (8, 2880, 32), (3, 333, 60)):
         yield f"logits of few {sizes}", Case(functools.partial(run_logits, *sizes, F32, True))
+    for sizes in ((1, 2048, 128), (200, 2880, 32), (3, 333, 60), (2, 64, 8, 3)):
+        run = functools.partial(run_split, *sizes)
+        yield f"logits by parts {sizes}", Case(run, ["sm_80", "sm_90"])
 
 
 CASES = dict(cases())

@@ -26,9 +26,11 @@ from ..kernels.rows.route import choose_experts, decide
 from ..kernels.rows.route_few import (
     RouteFewInputs,
     bind_few_logits,
+    bind_split_logits,
     route_few_op,
     takes_few,
     takes_few_logits,
+    takes_split_logits,
 )
 from ..kernels.rows.topk import topk
 from ..op import binds, define_op, fill, gradients, is_unwatched, no_autocast, saved_tensors
@@ -214,6 +216,15 @@ def new_logits(i: LogitsInputs) -> Tensor:
 @binds
 def bind_logits(i: LogitsInputs) -> Callable[[Tensor, LogitsInputs], None]:
     # neither way asks the op `gemm`; who registers a kernel for `router_logits` replaces both
+    if splits(i.x, i.weight) and takes_split_logits(i):
+        split = bind_split_logits(i)
+
+        def fill_split(out: Tensor, i: LogitsInputs) -> None:
+            split(out, i)
+            if i.bias is not None:
+                out += i.bias
+
+        return fill_split
     return bind_few_logits(i) if takes_few_logits(i) and not batch_invariant() else fill_logits
 
 

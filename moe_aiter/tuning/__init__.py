@@ -65,15 +65,21 @@ def prefers_portable(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups
 def keeps_bits(key: Key) -> bool:
     """Whether all tiles that rows of a group choose from give each sum the same bits.
 
-    Hopper's kernels sum in one order, whatever their tile.  So do portable products of 16 bits on NVIDIA's
-    GPUs before Blackwell, whose instructions for tiles of any size add up in one order.  `down_grad` also
-    adds up partial sums of its columns, one for each column tile.  Gradients of weights sum over the batch
-    in any case.
+    Hopper's kernels sum in one order, whatever their tile.  So do portable products of 16 bits where
+    `has_one_order`.  `down_grad` also adds up partial sums of its columns, one for each column tile.
+    Gradients of weights sum over the batch in any case.
     """
     if key.op.startswith("hopper_") or "tgmm" in key.op:
         return True
-    same = key.op in ("up", "gmm") and key.bits == 16
-    return same and not interpret and served()[-1] in ("sm80", "sm90")
+    return key.op in ("up", "gmm") and key.bits == 16 and has_one_order()
+
+
+def has_one_order() -> bool:
+    """Whether matrix instructions for tiles of any size add up products of 16 bits in one order.
+
+    Those of NVIDIA's GPUs before Blackwell do.
+    """
+    return not interpret and served()[-1] in ("sm80", "sm90")
 
 
 def key_of(op: str, dtype: torch.dtype, m: int, n: int, k: int, groups: int) -> Key:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ... import tuning
-from ...config import interpret
 from ...invariance import batch_invariant, summing_tokens
 from ...op import binds, copy_into, define_op, gradients, runs, takes
 from ...private_api import addmm_activation
@@ -161,14 +160,12 @@ def activation_gradient(dout: Tensor, saved: Tensor, activation: str) -> Tensor:
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
-# with batch invariance, for few rows, and instead of a tile that leaves a GPU idle: of 16 bits, where
-# instructions are known
+# with batch invariance, where `has_one_order`: instead of a tile that leaves a GPU idle, and for few rows
 FEW_TILES = tuning.Config(64, 32, 64, num_warps=4, num_stages=5)
 FEW_ROWS = {  # by whether the wide tile has programs for all of a GPU
     False: tuning.Config(16, 16, 512, num_warps=2, num_stages=3),
     True: tuning.Config(16, 64, 128, num_warps=4, num_stages=4),
 }
-KNOWN = ("sm80", "sm90")
 
 # kernel
 
@@ -277,7 +274,7 @@ def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     config = tuning.lookup(op, i.x.dtype, B * MANY_ROWS, N, K, B)
     tiles = B * cdiv(M, config.block_m) * cdiv(N, config.block_n)
     busy = 2 * tiles > num_programs(i.x)
-    if interpret or i.x.itemsize != 2 or tuning.served()[-1] not in KNOWN:
+    if i.x.itemsize != 2 or not tuning.has_one_order():
         return config
     if FEW_ROWS[True].block_m >= M:
         return FEW_ROWS[B * cdiv(N, FEW_ROWS[True].block_n) >= num_programs(i.x)]

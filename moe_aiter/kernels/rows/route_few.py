@@ -23,7 +23,8 @@ from ..base.check import check_size
 from ..base.fixed_rows import each_number
 from ..base.gemm_row import LONGEST as LONGEST_ROW
 from ..base.gemm_row import GemmInputs, bind_one_row
-from ..base.launch import bind_kernel, jit_kernel, next_power_of_2, tl
+from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
+from ..base.tile import in_units, unit_of
 from .route import EPSILON, RouteInputs, new_route, route_reference, softmax, weigh_in_row
 from .sort import SortInputs, new_sort, sort_reference
 from .topk import NO_KEY, TopkInputs, take_expert, take_highest, to_key, topk_reference
@@ -198,3 +199,62 @@ def bind_few_logits(i) -> Callable:
 
     product = bind_one_row(inputs(i), tile)
     return lambda out, i: product((out[:, None], None), inputs(i))
+
+
+# logits by parts
+SPLIT_ROWS = 256  # up to which one launch takes less time than the launches of parts
+SPLIT_TILE = {"BLOCK": 16, "BLOCK_K": 128, "num_warps": 2, "num_stages": 4}
+
+
+@jit_kernel
+def split_logits_kernel(
+    x_ptr,  # (T, K) bfloat16
+    weight_ptr,  # (E, K) float32
+    out_ptr,  # (T, E)
+    T, E, K,
+    x_strides,  # t, k
+    weight_strides,  # e, k
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A float32 weight as the sum of three parts of bfloat16, each multiplied by tensor cores."""
+    K, x_strides, weight_strides = in_units((K, x_strides, weight_strides), UNIT)
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, BLOCK_K)
+    weight_rows = tl.minimum(e, E - 1).to(tl.int64) * weight_strides[0]  # past the end: never stored
+    x_rows = tl.minimum(t, T - 1).to(tl.int64) * x_strides[0]
+    weight_ptrs = weight_ptr + weight_rows[:, None] + (k.to(tl.int64) * weight_strides[1])[None, :]
+    x_ptrs = x_ptr + x_rows[None, :] + (k.to(tl.int64) * x_strides[1])[:, None]
+    high = tl.zeros((BLOCK, BLOCK), tl.float32)
+    middle, low = high, high
+    for first in range(0, K, BLOCK_K):
+        mask = k < K - first
+        w = tl.load(weight_ptrs, mask=mask[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=mask[:, None], other=0.0)
+        part = w.to(tl.bfloat16)
+        high = tl.dot(part, x, high)
+        w -= part.to(tl.float32)
+        part = w.to(tl.bfloat16)
+        middle = tl.dot(part, x, middle)
+        w -= part.to(tl.float32)
+        low = tl.dot(w.to(tl.bfloat16), x, low)
+        weight_ptrs += BLOCK_K * weight_strides[1]
+        x_ptrs += BLOCK_K * x_strides[1]
+    out_ptrs = out_ptr + t.to(tl.int64)[None, :] * E + e[:, None]
+    tl.store(out_ptrs, high + (middle + low), mask=(t < T)[None, :] & (e < E)[:, None])
+
+
+def takes_split_logits(i) -> bool:
+    """Whether this multiplies some rows by a float32 weight in three parts, with the bits of three products:
+    where all matrix instructions add up in one order."""
+    some = i.x.is_cuda and 0 < i.x.shape[0] <= SPLIT_ROWS and i.weight.numel() > 0
+    return some and tuning.has_one_order()
+
+
+def bind_split_logits(i) -> Callable:
+    """Return `launch(logits, i)` for what `takes_split_logits` lets through, without the bias."""
+    (T, K), E, block = i.x.shape, i.weight.shape[0], SPLIT_TILE["BLOCK"]
+    unit = unit_of((K,), i.x.stride(), i.weight.stride())
+    kernel = bind_kernel(split_logits_kernel, (cdiv(E, block), cdiv(T, block)), UNIT=unit, **SPLIT_TILE)
+    numbers = T, E, K, i.x.stride(), i.weight.stride()
+    return lambda out, i: kernel(i.x, i.weight, out, *numbers)
