@@ -12,6 +12,7 @@ from moe_aiter.invariance import invariant
 from moe_aiter.kernels.base.activations import ACTIVATIONS
 from moe_aiter.kernels.experts import few
 from moe_aiter.kernels.experts.tiers import meta_experts
+from moe_aiter.kernels.rows.route import bind_route, new_route
 from moe_aiter.kernels.rows.route_few import (
     RouteFewInputs,
     bind_few_logits,
@@ -37,10 +38,13 @@ def run_experts(shape, activation="swiglu", same_bits=False, **how):
         few.bind_few(i)(i.x.new_empty(i.x.shape), i)
 
 
-def run_route(T, E, top_k, sigmoid, renormalize, bias=False):
+def run_route(T, E, top_k, sigmoid, renormalize, bias=False, same_bits=False):
     selection_bias = new(E, dtype=F32) if bias else None
     i = RouteFewInputs(new(T, E, dtype=F32), selection_bias, top_k, sigmoid, renormalize, 1.0)
-    bind_route_few(i)(new_route_few(i), i)
+    with invariant(same_bits):
+        bind_route_few(i)(new_route_few(i), i)
+        if not bias:
+            bind_route(many := i.route())(new_route(many), many)
 
 
 def run_logits(T, H, E, dtype=torch.bfloat16, bias=False):
@@ -79,7 +83,9 @@ def cases():
             yield f"few tokens, {shape}, {dtype}, transposed {transposed}", Case(run)
     for sizes in ((1, 128, 8), (8, 512, 8), (8, 1024, 16), (3, 60, 5), (1, 1, 1)):
         for how in ((False, True), (False, False), (True, True), (True, False, True)):
-            yield f"route few {sizes} {how}", Case(functools.partial(run_route, *sizes, *how))
+            for same_bits in (False, True):
+                run = functools.partial(run_route, *sizes, *how, same_bits=same_bits)
+                yield f"route few {sizes} {how}, same bits {same_bits}", Case(run)
     for sizes in ((1, 2048, 128), (8, 2880, 32), (3, 333, 60)):
         yield f"logits of few {sizes}", Case(functools.partial(run_logits, *sizes, F32, True))
     for sizes in ((1, 2048, 128), (200, 2880, 32), (3, 333, 60), (2, 64, 8, 3)):

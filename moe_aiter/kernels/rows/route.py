@@ -23,6 +23,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from ...invariance import batch_invariant
 from ...op import IMPLS, binds, bound, define_op, extended, gradients, is_transformed, takes
 from ...private_api import is_exporting, softmax_gradient
 from ...replay import always_save, current_pass
@@ -280,8 +281,8 @@ def route_kernel(
     fixed_ids_ptr,  # (T, K) or None
     T, E, scale,
     logits_strides,  # t, e
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, K: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, IN_PAIRS: tl.constexpr, EPSILON: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
@@ -291,7 +292,7 @@ def route_kernel(
     z = tl.load(z_ptrs, mask=mask, other=float("-inf"))
     ranked = z
     if scores_ptr is not None:
-        p = tl.sigmoid(z) if SIGMOID else softmax(z)
+        p = tl.sigmoid(z) if SIGMOID else softmax(z, IN_PAIRS)
         tl.store(scores_ptr + t * E + e[None, :], p, mask=mask)
         ranked = z if OF_LOGITS else p
 
@@ -306,30 +307,47 @@ def route_kernel(
             best = take_expert(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
-    chosen = weigh_in_row(keys, (slot < K) & (ids >= 0), SIGMOID, RENORMALIZE, EPSILON)
+    used = (slot < K) & (ids >= 0)
+    chosen = weigh_in_row(keys, used, SIGMOID, RENORMALIZE, IN_PAIRS, EPSILON)
     mask = (t < T) & (slot < K)
     tl.store(weights_ptr + t * K + slot, chosen * scale, mask=mask)
     tl.store(ids_ptr + t * K + slot, ids.to(tl.int64), mask=mask)
 
 
 @triton.jit
-def weigh_in_row(keys, used, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr):
+def weigh_in_row(
+    keys, used, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, IN_PAIRS: tl.constexpr,
+    EPSILON: tl.constexpr,
+):  # fmt: skip
     """The weights, but for the scale, of the experts of each row whose scores or logits have these keys."""
     OF_LOGITS: tl.constexpr = RENORMALIZE and not SIGMOID
     NOTHING: tl.constexpr = float("-inf") if OF_LOGITS else 0.0  # adds nothing to a sum
     chosen = tl.where(used, from_key(keys), NOTHING)
     if OF_LOGITS:
-        chosen = softmax(chosen)
+        chosen = softmax(chosen, IN_PAIRS)
     elif RENORMALIZE:
-        chosen = chosen / (tl.sum(chosen, 1)[:, None] + EPSILON)
+        chosen = chosen / (row_sum(chosen, IN_PAIRS)[:, None] + EPSILON)
     return chosen
 
 
 @triton.jit
-def softmax(z):
+def softmax(z, IN_PAIRS: tl.constexpr):
     """The softmax of each row.  A row with a NaN or +inf, or of -inf alone, becomes NaN."""
     p = tl.exp(z - tl.max(z, 1)[:, None])
-    return p * (1 / tl.sum(p, 1))[:, None]
+    return p * (1 / row_sum(p, IN_PAIRS))[:, None]
+
+
+@triton.jit
+def row_sum(x, IN_PAIRS: tl.constexpr):
+    """The sum of each row of x.  With IN_PAIRS neighbours are added up, then neighbouring sums, and so on:
+    otherwise the order depends on the layout of x, and so on its number of rows."""
+    if not IN_PAIRS:
+        return tl.sum(x, 1)
+    elif x.shape[1] == 1:
+        return tl.reshape(x, (x.shape[0],))
+    else:
+        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        return row_sum(left + right, IN_PAIRS)
 
 
 # route: launcher
@@ -352,7 +370,8 @@ def new_route(i: RouteInputs) -> tuple[Tensor, Tensor, Tensor]:
 @takes(torch.float32)
 def bind_route(i: RouteInputs) -> Callable:
     grid, tile = row_tile_of_k(*i.logits.shape, i.top_k)
-    kernel = bind_kernel(route_kernel, grid, SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, **tile)
+    how = {"SIGMOID": i.sigmoid, "RENORMALIZE": i.renormalize, "IN_PAIRS": batch_invariant()}
+    kernel = bind_kernel(route_kernel, grid, **how, **tile)
     numbers = *i.logits.shape, i.scale, i.logits.stride()
 
     def launch(out, i):

@@ -8,7 +8,8 @@
 `route`, `topk` and `sort_by_expert` need two to five launches for this, each of which takes longer than the
 work for a few tokens.  Here one program has all of it in registers.  The formulas are those of `route`, and
 so are the bits, but where the layouts of the tiles differ: then the terms of a sum are added up in another
-order, which rounds weights and the scores of a softmax otherwise.
+order, which rounds weights and the scores of a softmax otherwise.  Under batch invariance, both kernels add
+up pairs, in one order for any layout.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import tuning
+from ...invariance import batch_invariant
 from ...op import IMPLS, binds, define_op, forced, pick, takes
 from ..base.check import check_size
 from ..base.fixed_rows import each_number
@@ -71,8 +73,8 @@ def route_few_kernel(
     group_sizes_ptr,  # (E,)
     T, E, scale,
     logits_strides,  # t, e
-    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, EPSILON: tl.constexpr, K: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, IN_PAIRS: tl.constexpr, EPSILON: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     t, e = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_E)
     slot = tl.arange(0, BLOCK_K)[None, :]
@@ -82,7 +84,7 @@ def route_few_kernel(
     if SIGMOID:
         p = tl.sigmoid(p)
     elif not RENORMALIZE:
-        p = softmax(p)
+        p = softmax(p, IN_PAIRS)
     key = tl.where(mask, to_key(p), NO_KEY)
     left = key
     if bias_ptr is not None:
@@ -96,7 +98,7 @@ def route_few_kernel(
             best = take_expert(key, e, expert)
         ids = tl.where(slot == j, expert[:, None], ids)
         keys = tl.where(slot == j, best[:, None], keys)
-    weights = weigh_in_row(keys, slot < K, SIGMOID, RENORMALIZE, EPSILON)
+    weights = weigh_in_row(keys, slot < K, SIGMOID, RENORMALIZE, IN_PAIRS, EPSILON)
     live = (t < T) & (slot < K)
     tl.store(weights_ptr + t * K + slot, weights * scale, mask=live)
     tl.store(ids_ptr + t * K + slot, ids.to(tl.int64), mask=live)
@@ -138,9 +140,10 @@ def bind_route_few(i: RouteFewInputs) -> Callable:
     (T, E), top_k = i.logits.shape, i.top_k
     block_t, block_e, block_k = map(next_power_of_2, (T, E, top_k))
     numbers = max(block_t * block_e, (block_t * block_k) ** 2 // 4)
+    how = {"SIGMOID": i.sigmoid, "RENORMALIZE": i.renormalize, "IN_PAIRS": batch_invariant()}
     kernel = bind_kernel(
-        route_few_kernel, (1,), SIGMOID=i.sigmoid, RENORMALIZE=i.renormalize, EPSILON=EPSILON, K=top_k,
-        BLOCK_K=block_k, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=min(8, max(1, numbers // 512)),
+        route_few_kernel, (1,), **how, EPSILON=EPSILON, K=top_k, BLOCK_K=block_k, BLOCK_T=block_t,
+        BLOCK_E=block_e, num_warps=min(8, max(1, numbers // 512)),
     )  # fmt: skip
     numbers = T, E, i.scale, i.logits.stride()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_aiter.config import interpret
+from moe_aiter.invariance import invariant
 from moe_aiter.kernels.base.fixed_rows import each_number
 from moe_aiter.kernels.rows.route import choose_experts
 from moe_aiter.kernels.rows.route_few import (
@@ -61,6 +62,32 @@ def test_values(backend, device, shape, mode):
     i = RouteFewInputs(draw(T, E, device=device), None, k, *mode, 1.5)
     assert backend == "torch" or fits_program(i)
     assert_equal(i)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    "E, k", [(8, 8), (16, 6), (64, 8), (128, 8), (60, 5), (256, 16), (512, 10), (1024, 32)]
+)
+def test_the_bits_of_many_tokens(E, k, mode):
+    """With batch invariance, weights are those of `route`, however many tokens there are."""
+    logits = torch.randn(1000, E, device="cuda")
+    how = {"sigmoid": mode[0], "renormalize": mode[1], "scale": 1.5}
+    with invariant():
+        _, want, ids = choose_experts(logits, k, **how)
+        for tokens in ([7], [3, 999], [5, 1, 900], list(range(40, 40 + MOST_TOKENS))):
+            i = RouteFewInputs(logits[tokens], None, k, *mode, 1.5)
+            if fits_program(i):
+                got = route_few_op(*i)
+                assert torch.equal(got[1], ids[tokens]) and torch.equal(got[0], want[tokens]), tokens
+            assert torch.equal(choose_experts(logits[tokens], k, **how)[1], want[tokens])
+
+
+def test_pairs_are_added_up_in_one_order(backend, device):
+    """With batch invariance: the same values."""
+    with invariant():
+        for mode in MODES:
+            assert_equal(RouteFewInputs(draw(3, 60, device=device), None, 5, *mode, 1.5))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
