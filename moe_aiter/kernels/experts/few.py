@@ -27,6 +27,7 @@ from .. import hopper
 from ..base.activations import get_activation
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl, triton
 from ..base.tile import dense, halves, in_units, locate, unit_of
+from ..rows.permute import weights_of
 from .inputs import ExpertInputs
 from .up import UpInputs, split_gate_up, tile_columns
 
@@ -127,7 +128,7 @@ def up_few_kernel(
     if tile_n == 0:
         tl.store(experts_ptr + row, group.to(tl.int32))
     n, column, column_read = tile_columns(tile_n, N, GATED, INTERLEAVED, BLOCK_N)
-    token, group = (tl.load(order_ptr + row) // top_k).to(tl.int64), group.to(tl.int64)
+    token, group = tl.maximum(tl.load(order_ptr + row), 0).to(tl.int64) // top_k, group.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + token * x_strides[0] + (k.to(tl.int64) * x_strides[1])[None, :]
     w_ptrs = w_ptr + group * w_strides[0] + (column_read.to(tl.int64) * w_strides[1])[None, :, None]
@@ -149,7 +150,7 @@ def down_few_kernel(
     a_ptr,  # (R, K), contiguous
     w_ptr,  # (G, N, K)
     bias_ptr,  # (G, N), contiguous, or None
-    s_ptr,  # (T, TOP_K)
+    s_ptr,  # (T, TOP_K) or None, which are ones
     out_ptr,  # (T, N), contiguous
     rank_ptr,  # (T, TOP_K)
     experts_ptr,  # (R,) the expert of each row
@@ -176,7 +177,9 @@ def down_few_kernel(
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert[:, None] * N + n[None, :]
         y += tl.load(bias_ptrs, mask=live_columns, other=0.0).to(tl.float32)
-    s = tl.load(s_ptr + choice, mask=live, other=0.0).to(tl.float32)
+    s = tl.where(live, 1.0, 0.0)
+    if s_ptr is not None:
+        s = tl.load(s_ptr + choice, mask=live, other=0.0).to(tl.float32)
     if DOT:
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         out = add_in_order(
@@ -249,7 +252,7 @@ def bind_down_few(i: ExpertInputs) -> Callable:
     numbers = T, N, K, K, i.down.stride()
 
     def launch(out, a, experts, i):
-        bias, s, rank = dense(i.down_bias, i.routing_weights, i.rank)
+        bias, s, rank = dense(i.down_bias, weights_of(i.routing_weights), i.rank)
         kernel(a, i.down, bias, s, out, rank, experts, *numbers)
 
     return launch

@@ -12,6 +12,7 @@ from moe_aiter.kernels.base.activations import get_activation
 from moe_aiter.kernels.experts import few, mlp
 from moe_aiter.kernels.experts.inputs import ExpertInputs
 from moe_aiter.kernels.experts.mlp import BothInputs, both_reference, expert_mlp
+from moe_aiter.kernels.rows.permute import rows_alone
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import IMPLS, bound, invalidate_decisions, register_kernel, use
 
@@ -117,6 +118,20 @@ def test_by_tensor_cores(device, monkeypatch, shape, kind, dtype):
         assert_good(make(device, shape, kind, dtype), torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dot", [False, True], ids=["", "tensor cores"])
+def test_rows_without_weights(device, monkeypatch, dot):
+    """Experts shared by ranks weigh a token's rows where they have travelled to."""
+    monkeypatch.setattr(few, "adds_as_many", lambda i: True)
+    if interpret:
+        monkeypatch.setattr(hopper, "launcher", lambda *names: lambda act: act.triton_fns)
+    i = make(device, (3, 48, 16, 24, 1), dtype=DTYPES[-1])
+    with invariant(dot), rows_alone.set(True):
+        alone = forward(i)
+    with invariant(dot):
+        weighed = forward(i._replace(routing_weights=torch.ones_like(i.routing_weights)))
+    assert torch.equal(alone, weighed) and alone.any()
+
+
 MODELS = {  # H, I, E, k
     "Qwen3-30B": (2048, 768, 128, 8),
     "OLMoE": (2048, 1024, 64, 8),
@@ -150,6 +165,9 @@ def test_the_bits_of_many_tokens(shape, dtype):
             own = of_tokens(tokens)
             assert few.takes_few(own) or not hopper.is_hopper(out.device)
             assert torch.equal(both(own), out[tokens]), tokens
+        for x in (own.x.T.contiguous().T, own.x.repeat(1, 2)[:, : shape[0]], own.x[:1].reshape(-1, 1).T):
+            own = of_tokens(tokens[: len(x)])
+            assert torch.equal(both(own._replace(x=x)), out[tokens[: len(x)]]), x.stride()
 
 
 def test_dropped_choices(device):
