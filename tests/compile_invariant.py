@@ -22,6 +22,9 @@ def cases():
                 f"dense invariant {m}, {n}, {out}",
                 Case(run, matrix="any" if m == 1 else "own", kernels=["gemm_kernel"]),
             )
+    for n, k in ((77, 333), (77, 2056), (8200, 333)):  # of which no 16 bytes can be loaded at once
+        run = functools.partial(run_invariant, Dense(m=7, n=n, k=k))
+        yield f"dense invariant, narrow {n}, {k}", Case(run, matrix="any", kernels=["gemm_kernel"])
 
 
 CASES = dict(cases())

@@ -162,7 +162,7 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 WIDEST_STEP = 1024  # the most of K that a tile has
 # with batch invariance, where `has_one_order`: instead of a tile that leaves a GPU idle, and for few rows
 FEW_TILES = tuning.Config(64, 32, 64, num_warps=4, num_stages=5)
-FEW_ROWS = {  # by whether the wide tile has programs for all of a GPU
+FEW_ROWS = {  # by whether there are columns for many programs, or loads are narrow
     False: tuning.Config(16, 16, 512, num_warps=2, num_stages=3),
     True: tuning.Config(16, 64, 128, num_warps=4, num_stages=4),
 }
@@ -277,7 +277,9 @@ def tile_of(op: str, i: GemmInputs) -> tuning.Config:
     if i.x.itemsize != 2 or not tuning.has_one_order():
         return config
     if FEW_ROWS[True].block_m >= M:
-        return FEW_ROWS[B * cdiv(N, FEW_ROWS[True].block_n) >= num_programs(i.x)]
+        by_k = i.x.stride(2) == 1 == i.w.stride(1)
+        wide = by_k and unit_of((K,), i.x.stride(), i.w.stride()) >= 8  # or a long tile spills
+        return FEW_ROWS[not wide or B * cdiv(N, FEW_ROWS[True].block_n) >= num_programs(i.x)]
     return config if busy else FEW_TILES
 
 
