@@ -153,6 +153,16 @@ def check_scales(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias=No
             raise ValueError(f"{name} must be {tuple(shape)}, but it has shape {tuple(t.shape)}")
 
 
+def has_8_bits(lhs: Tensor, rhs: Tensor, **scales: Tensor | None) -> bool:
+    """Whether these are operands of 8 bits.  Raises TypeError for scales of others."""
+    bytes_ = torch.int8, *FP8
+    for scale in (name for name, t in scales.items() if t is not None):
+        for name, t in (("lhs", lhs), ("rhs", rhs)):
+            if t.dtype not in bytes_:
+                raise TypeError(f"{scale} is for operands of 8 bits, but {name} is {t.dtype}")
+    return lhs.dtype in bytes_
+
+
 def check_two_scales(**scales: Tensor | None) -> None:
     """Raise unless every scale is a tensor: operands of 8 bits have one each."""
     for name, scale in scales.items():

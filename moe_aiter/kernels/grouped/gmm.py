@@ -63,7 +63,7 @@ from ..base.check import (
     wide,
 )
 from ..base.fixed_rows import multiply_rows
-from ..base.fp8 import check_8_bit_options, check_two_scales
+from ..base.fp8 import check_8_bit_options, check_two_scales, has_8_bits
 from ..base.launch import bind_kernel, cdiv, jit_kernel, next_power_of_2, tl
 from ..base.lent import all_weights, matrix_of, own_part, unit_with
 from ..base.sources import leaving
@@ -98,7 +98,7 @@ from ..rows.permute import (
     weights_of,
 )
 from ..rows.sums import group_sum
-from .scaled_gemm import ScaledGroupsInputs, scaled_gmm_op, shape_of_scaled_gmm
+from .scaled_gemm import RESULTS, ScaledGroupsInputs, scaled_gmm_op, shape_of_scaled_gmm
 from .tgmm import fill_gmm, weight_and_bias_gradient, weight_gradient
 
 # gmm: inputs
@@ -377,9 +377,11 @@ class GmmFp8Inputs(ScaledGroupsInputs):
     """
 
     def rounded(self) -> GroupedInputs:
-        """Return the inputs of `gmm` that these stand for."""
-        x, w = dequantize(self.x, self.x_scale, self.dtype), dequantize(self.w.mT, self.w_scale, self.dtype)
-        return GroupedInputs(take_rows(x, self.order, self.top_k), w.mT, self.group_sizes, self.bias)
+        """Return the inputs of `gmm` that these stand for; operands times scales may not fit into float16."""
+        dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
+        x, w = dequantize(self.x, self.x_scale, dtype), dequantize(self.w.mT, self.w_scale, dtype)
+        x = take_rows(x, self.order, self.top_k)
+        return GroupedInputs(x, w.mT, self.group_sizes, self.bias, self.dtype)
 
 
 # of `scaled_gmm_into`: `scaled_gmm` or `gmm_fp8` with its result in a tensor that is there
@@ -463,8 +465,12 @@ def gmm_8_bits(
         shapes = "(M,) and (G, N), or of blocks (M, K / 128) and (G, N / 128, K / 128)"
         given = tuple(x_scale.shape), tuple(w_scale.shape)
         raise ValueError(f"x_scale and w_scale must be {shapes}, but they are {given[0]} and {given[1]}")
-    if w.is_cuda and w.stride(1) != 1 and w.dtype in OCP:
-        w = transpose_rows8(w).mT  # as matrix instructions of 8 bits read it
+    if (out is not None and out.dtype not in RESULTS) or (dtype or torch.bfloat16) not in RESULTS:
+        name, wrong = ("out_dtype", dtype) if out is None else ("existing_out", out.dtype)
+        raise TypeError(f"{name} must be float16, bfloat16 or float32, not {wrong}")
+    if w.is_cuda and w.dtype in OCP:  # as matrix instructions of 8 bits read operands
+        w = w if w.stride(1) == 1 else transpose_rows8(w).mT
+        x = x if x.stride(1) == 1 else x.contiguous()
     if out is None:
         op = gmm_fp8_op if has_blocks(w_scale) else scaled_gmm_op
         return op(x, w, group_sizes, x_scale, w_scale, bias, None, 1, dtype or torch.bfloat16)
@@ -502,14 +508,15 @@ def gmm(
     lhs_scale, rhs_scale: float32, of operands that are 8-bit floats, each e4m3fn, e4m3fnuz or e5m2.  Either
         (M,) for rows of `lhs` and (G, N) for columns of `rhs`, also of int8; or of blocks of 128, rounded up,
         (M, K / 128) and (G, N / 128, K / 128), whatever `trans_rhs` is.  The result is bfloat16 unless asked
-        for in float16 or float32, and not differentiable; no `config` nor `grid_dim`.  An `rhs` that is not
-        contiguous along K is copied.  GPUs that do not multiply these numbers convert them first.
+        for in float16 or float32, and not differentiable; no `config` nor `grid_dim`.  An operand that is not
+        contiguous along K is copied.  GPUs that do not multiply these numbers convert them first: by blocks
+        all but Hopper, and that for a float32 result, to the dtype of the result, or to float32 for float16.
     fourth: the fourth argument by position is `bias` if it is a tensor, and `preferred_element_type` if it is
         a dtype.  All others are given by name.
 
-    `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
-    sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there is an `existing_out`, whose
-    result is not recorded.
+    Without scales `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast
+    to its dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there is an
+    `existing_out`, whose result is not recorded.
 
     Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
     memory with an operand, TypeError for dtypes, RuntimeError for gradients of 8 bits, before anything is
@@ -521,10 +528,11 @@ def gmm(
     check_shape("lhs", lhs, "M", "K")
     check_shape("rhs", rhs, "G", "K", "N")
     check_flags(work_stealing=work_stealing)
-    if existing_out is None:  # torch casts no operands either where an output is given
+    eight_bits = has_8_bits(lhs, rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
+    if existing_out is None and not eight_bits:  # torch casts no operands either where an output is given
         lhs, rhs, bias = cast_as_linear(lhs, rhs, bias)
     rhs = oriented("trans_rhs", rhs, -2, lhs.shape[1], trans_rhs)
-    if lhs.itemsize == 1 or not (lhs_scale is None and rhs_scale is None):
+    if eight_bits:
         how = bias, preferred_element_type, existing_out, config, grid_dim
         return gmm_8_bits(lhs, rhs, group_sizes, lhs_scale, rhs_scale, *how)
     (M, K), (G, _, N) = lhs.shape, rhs.shape

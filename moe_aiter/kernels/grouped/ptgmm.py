@@ -27,7 +27,7 @@ from ..base.check import (
     renamed,
     result_dtype,
 )
-from ..base.fp8 import check_8_bit_options, check_two_scales
+from ..base.fp8 import check_8_bit_options, check_two_scales, has_8_bits
 from .tgmm import check_sum, tgmm_into_op
 from .tgmm_fp8 import scaled_tgmm_into_op
 
@@ -59,14 +59,14 @@ def ptgmm(
     fourth: the fourth argument by position is `bias_grad` if it is a tensor, and `preferred_element_type` if
         it is a dtype.  All others are given by name.
 
-    `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast to its dtype;
-    sums are kept in float32.  No gradients are recorded.
-
     lhs_scale, rhs_scale: (G, K) and (G, N) float32, for operands that are 8-bit floats (e4m3fn, e4m3fnuz,
         e5m2, in any pair): one scale for each column of each group, because what is constant along a sum can
         multiply it at its end.  One scale for each column of all groups is `scale.expand(G, -1)`.  The result
         is bfloat16 unless asked for in another dtype.  Neither `bias_grad`, `config` nor `grid_dim`.  GPUs
         other than Hopper multiply in float16, which holds every 8-bit float.
+
+    Without scales `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast
+    to its dtype; sums are kept in float32.  No gradients are recorded.
 
     Raises ValueError for shapes, devices or block sizes that do not fit, for `accumulate` without an
     `existing_out` and for results that share memory with an operand or with each other, TypeError for
@@ -101,11 +101,11 @@ def transposed(
     bias_grad, preferred = fourth_argument(fn, fourth, **named) if fourth else named.values()
     check_shape("lhs", lhs, "K", "M")
     check_shape("rhs", rhs, "M", "N")
-    if existing_out is None:
+    eight_bits = has_8_bits(lhs, rhs, lhs_scale=scales[0], rhs_scale=scales[1])
+    if existing_out is None and not eight_bits:
         lhs, rhs = cast_as_linear(lhs, rhs)
     lhs = oriented("trans_lhs", lhs, -1, rhs.shape[0], trans_lhs)
     check_axes(lhs=(lhs, "K, M"), rhs=(rhs, "M, N"))
-    eight_bits = lhs.itemsize == 1 or any(scale is not None for scale in scales)
     if not eight_bits:
         check_float(lhs=lhs, rhs=rhs)
     check_groups(group_sizes, lhs, "lhs", rhs=rhs)

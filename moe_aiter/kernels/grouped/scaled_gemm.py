@@ -9,7 +9,7 @@ in float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple
 
 import torch
@@ -276,14 +276,17 @@ def fill_scaled_gemm(out: Tensor, i: ScaledInputs) -> None:
 # scaled_gemm: op
 
 
-def check_8_bits(i: ScaledInputs | ScaledGroupsInputs) -> dict[str, int]:
-    """Return the sizes.  Raises unless x and w are int8 or 8-bit floats, for a result of 16 or 32 bits."""
+RESULTS = torch.float16, torch.bfloat16, torch.float32
+
+
+def check_8_bits(i: ScaledInputs | ScaledGroupsInputs, results: Sequence = RESULTS) -> dict[str, int]:
+    """Return the sizes.  Raises unless x and w are int8 or 8-bit floats, for a result of such a dtype."""
     size, (x, w), dtype, supported = check_fields(i), i[:2], i.dtype, (torch.int8, *FP8)
     if x.dtype not in supported:
         raise TypeError(f"x must be int8 or 8-bit floats, not {x.dtype}")
     if w.dtype not in supported or (x.dtype == torch.int8) != (w.dtype == torch.int8):
         raise TypeError(f"x is {x.dtype} but w is {w.dtype}")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if dtype not in results:
         raise TypeError(f"out_dtype must be float16, bfloat16 or float32, not {dtype}")
     return size
 
@@ -351,7 +354,7 @@ def shape_of_scaled_gmm(i: ScaledGroupsInputs, blocks: bool = False) -> tuple[in
     """(M, N), once the inputs fit together; with `blocks` the scales are those of `quantize_blocks`."""
     rows = i.x.shape[0] if i.order is None else i.order.shape[0]
     check_rows("x", i.x, "K", i.order, i.top_k, rows)
-    size = check_8_bits(i)
+    size = check_8_bits(i, (*RESULTS, torch.float64) if blocks else RESULTS)
     of_x, of_w, of_bias = (i.x.shape[0],), (size["G"], size["N"]), (size["G"], size["N"])
     if blocks:
         if i.x.dtype == torch.int8:

@@ -214,7 +214,8 @@ def stores_weights(out: Tensor) -> bool | No:
 def fits_tgmm_into(i) -> bool | No:
     out = i.existing_out
     plain = out.dtype == i.x.dtype and stores_weights(out)
-    return fits_tgmm(i) and not i.tile and (i.accumulate or plain)
+    sum_fits = i.accumulate and out.dtype != torch.float64
+    return fits_tgmm(i) and not i.tile and (sum_fits or plain)
 
 
 def fits_tgmm_fp8(i) -> bool:
@@ -226,6 +227,7 @@ def fits_tgmm_fp8(i) -> bool:
 def fits_scaled_tgmm(i) -> bool:
     (M, K), N, C = i.x.shape, i.y.shape[1], i.x.shape[0] // ROW_BLOCK + i.group_sizes.shape[0]
     fit = is_hopper(i.x.device) and {i.x.dtype, i.y.dtype} <= set(OCP) and M > 0
+    fit = fit and i.existing_out.dtype != torch.float64
     return fit and K % 16 == 0 and N % 16 == 0 and C * max(K, N) < 2**31
 
 

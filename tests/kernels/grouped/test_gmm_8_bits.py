@@ -171,14 +171,35 @@ def test_refuses(device, kind):
         refused(TypeError, f"{name} must be a tensor, not float", **{name: 0.5})
         refused(RuntimeError, "has no gradient", **{name: scales[name].clone().requires_grad_()})
     refused(ValueError, "lhs_scale and rhs_scale must be", lhs_scale=x_scale[:, None, None])
-    refused(TypeError, "lhs must be int8 or 8-bit floats", x.half(), w.mT)
-    refused(TypeError, "lhs is .* but rhs is torch.float16", x, w.half().mT)
+    refused(TypeError, "lhs_scale is for operands of 8 bits, but lhs is torch.float16", x.half(), w.mT)
+    refused(TypeError, "lhs_scale is for operands of 8 bits, but rhs is torch.float16", x, w.half().mT)
+    refused(TypeError, "lhs_scale is for operands of 8 bits, but lhs is torch.bool", x.bool(), w.mT)
     refused(ValueError, r"lhs is \(M, K=47\) but rhs is", x[:, 1:], w.mT)
     refused(TypeError, "preferred_element_type must be float16", preferred_element_type=torch.float64)
+    refused(TypeError, "existing_out must be float16", existing_out=x.new_empty(31, 7, dtype=torch.float64))
     refused(ValueError, "take no config", config={"BLOCK_SIZE_M": 64})
     refused(ValueError, "take no grid_dim", grid_dim=4)
     refused(ValueError, "existing_out must be floating", existing_out=torch.zeros(3, 4, device=device))
     refused(ValueError, "bias must be", bias=torch.zeros(3, 4, device=device))
+
+
+@pytest.mark.parametrize("large", [1e3, 1e9])
+def test_scales_that_float16_cannot_hold(device, large):
+    """A float16 result needs no more than that it fits itself."""
+    x, w = (torch.ones(shape, device=device).to(E4M3) for shape in ((5, 256), (2, 16, 256)))
+    scales = torch.full((5, 2), large / 100, device=device), torch.full((2, 1, 2), 1 / large, device=device)
+    sizes = torch.tensor([3, 2], device=device)
+    how = dict(zip(("lhs_scale", "rhs_scale"), scales, strict=True), preferred_element_type=torch.float16)
+    torch.testing.assert_close(gmm(x, w.mT, sizes, **how), torch.full((5, 16), 2.56, device=device).half())
+
+
+def test_autocast_rounds_no_bias(device):
+    x, w, x_scale, w_scale, sizes = make("rows", device, [20, 11])
+    how = {"lhs_scale": x_scale, "rhs_scale": w_scale, "preferred_element_type": torch.float32}
+    bias = torch.full((2, w.shape[1]), 1.0009765625, device=device)
+    want = gmm(x, w.mT, sizes, bias=bias, **how)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(gmm(x, w.mT, sizes, bias=bias, **how), want)
 
 
 # on Hopper

@@ -119,7 +119,7 @@ def test_refuses(device, variant):
         refused(TypeError, f"{name} must be float32", **{name: scales[name].half()})
         refused(ValueError, f"{name} must be .* but it has shape", **{name: scales[name][:-1]})
         refused(RuntimeError, "has no gradient", **{name: scales[name].clone().requires_grad_()})
-    refused(TypeError, "lhs must be of 8-bit floats, not torch.float16", lhs=x.mT.half())
+    refused(TypeError, "lhs_scale is for operands of 8 bits, but lhs is torch.float16", lhs=x.mT.half())
     refused(TypeError, "rhs must be of 8-bit floats, not torch.int8", rhs=y.view(torch.int8))
     refused(TypeError, "preferred_element_type must be", preferred_element_type=E4M3)
     refused(ValueError, "take no bias_grad", bias_grad=torch.zeros(2, 48, device=device))
