@@ -1,6 +1,7 @@
 """Experts shared by all GPUs of this machine, over NCCL."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -27,8 +28,13 @@ def build(dtype=torch.bfloat16, **options) -> Experts:
 
 
 def share(experts, world, **options):
-    mesh = expert_mesh("cuda", world)["ep"]
-    return parallelize_module(copy.deepcopy(experts), mesh, ExpertParallel(**options))
+    return parallelize_module(copy.deepcopy(experts), mesh_of(world), ExpertParallel(**options))
+
+
+@functools.cache
+def mesh_of(world):
+    """One mesh for all layers: over gloo, each would have a group of its own, and a pool of its own."""
+    return expert_mesh("cuda", world)["ep"]
 
 
 def draw(world, seed=1, dtype=torch.bfloat16, skew=0.0):
