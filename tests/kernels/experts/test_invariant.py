@@ -7,6 +7,7 @@ from same_bits import differences, results
 from moe_aiter import tuning
 from moe_aiter.config import interpret
 from moe_aiter.invariance import invariant
+from moe_aiter.kernels.experts.down import bias_dots
 from moe_aiter.kernels.experts.mlp import expert_mlp
 from moe_aiter.kernels.rows.sort import sort_by_expert
 from moe_aiter.op import use
@@ -32,6 +33,19 @@ def portable(device):
 def tile(key):
     """Other tiles for few rows of a group, as on a GPU."""
     return Config(16, 128 if key.rows >= 64 else 32, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] if interpret else [torch.bfloat16, torch.float16], ids=str)
+def test_a_wide_bias_has_the_bits_of_its_numbers(device, dtype):
+    """Beside guests, biases of 16 bits are wide; the gradient of routing weights is the same."""
+    dout, bias = torch.randn(300, H).to(device, dtype), torch.randn(E, H).to(device, dtype)
+    _, rank, sizes = sort_by_expert(torch.rand(300, E, device=device).argsort(1)[:, :K], E)
+    dots = bias_dots(dout, bias, rank, sizes)
+    assert torch.equal(bias_dots(dout, bias.float(), rank, sizes), dots)
+    wide = bias.float() * 1.001
+    got, exact = bias_dots(dout, wide, rank, sizes), dout.double() @ wide.double().T
+    own = torch.searchsorted(sizes.cumsum(0), rank.long(), right=True)
+    torch.testing.assert_close(got.double(), exact.gather(1, own), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
