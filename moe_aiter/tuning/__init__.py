@@ -25,6 +25,7 @@ from .store import find_row
 from .table import TILES, Key, find_tile
 
 FIXED_ROWS = 1024  # of a group, for which a tile is chosen where it must not depend on the batch
+FEWEST_COLUMNS = 64  # that weights as the left operand of Hopper's instructions have
 TOY = Config(block_m=16, block_n=32, block_k=16, group_m=2)  # the interpreter: several tiles at small sizes
 
 _choose = Scoped("tile", None)  # a function that is asked before the tables
@@ -71,7 +72,8 @@ def keeps_bits(key: Key) -> bool:
     """
     if key.op.startswith("hopper_") or "tgmm" in key.op:
         return True
-    return key.op in ("up", "gmm") and key.bits == 16 and has_one_order()
+    same = key.op in ("up", "gmm") and key.bits == 16 and key.n >= FEWEST_COLUMNS
+    return same and has_one_order()
 
 
 def has_one_order() -> bool:

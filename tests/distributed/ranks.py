@@ -1,7 +1,8 @@
 """Run a function on several processes of one machine, connected by gloo or, with a GPU each, by NCCL.
 
-On a machine with one GPU, two ranks share it: their kernels, their symmetric memory and its barriers are
-those of two GPUs, and gloo takes the place of NCCL, which refuses such ranks.
+With TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, two ranks share a machine's only GPU: their kernels, their
+symmetric memory and its barriers are those of two GPUs, and gloo takes the place of NCCL, which refuses such
+ranks.
 """
 
 import contextlib
@@ -44,7 +45,6 @@ def one_rank(rank: int, world: int, function: Callable, folder: pathlib.Path, ba
 
 def share_gpu() -> str:
     """Let the ranks of this machine use its only GPU; returns the backend that connects them."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     torch.cuda.set_device(0)
     transport.why_not_symmetric = lambda group, device: ""
@@ -52,8 +52,9 @@ def share_gpu() -> str:
 
 
 def ranks_on_gpus() -> int:
-    """How many ranks a test of the GPUs has: one for each, or two that share a GPU."""
-    return max(gpus(), 2)
+    """How many ranks a test of the GPUs has: one for each, or two that share the only one."""
+    shared = gpus() == 1 and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    return 2 if shared else gpus()
 
 
 def captured() -> tuple[str, ...]:
@@ -97,7 +98,11 @@ def every_loan_pays(patch: pytest.MonkeyPatch) -> list[int]:
 
 def whole(t: torch.Tensor) -> torch.Tensor:
     """Gather a sharded tensor; another one is returned as it is."""
-    return getattr(t, "full_tensor", lambda: t)().detach()
+    if not hasattr(t, "full_tensor"):
+        return t.detach()
+    if t.is_cuda and dist.get_backend() == "gloo":  # whose collective for DTensors reads memory of a CPU
+        return gathered(t.to_local().detach())
+    return t.full_tensor().detach()
 
 
 def gathered(t: torch.Tensor) -> torch.Tensor:

@@ -51,5 +51,6 @@ def everything(rank, world, folder):
         check_kind(rank, world, kind, "triton")
 
 
+@pytest.mark.skipif(ranks_on_gpus() < 2, reason="it needs two GPUs, or ranks that share one")
 def test_bits_of_one_gpu(tmp_path):
     run(ranks_on_gpus(), everything, tmp_path, "nccl")
