@@ -509,14 +509,13 @@ def gmm(
         (M,) for rows of `lhs` and (G, N) for columns of `rhs`, also of int8; or of blocks of 128, rounded up,
         (M, K / 128) and (G, N / 128, K / 128), whatever `trans_rhs` is.  The result is bfloat16 unless asked
         for in float16 or float32, and not differentiable; no `config` nor `grid_dim`.  An operand that is not
-        contiguous along K is copied.  GPUs that do not multiply these numbers convert them first: by blocks
-        all but Hopper, and that for a float32 result, to the dtype of the result, or to float32 for float16.
+        contiguous along K is copied.  GPUs that do not multiply these numbers, by blocks all but Hopper,
+        convert them first: to the dtype of the result, or to float32 for float16.
     fourth: the fourth argument by position is `bias` if it is a tensor, and `preferred_element_type` if it is
         a dtype.  All others are given by name.
 
     Without scales `lhs` and `rhs` share a dtype, or under torch.autocast without an `existing_out` are cast
-    to its dtype; sums are kept in float32.  Differentiable in lhs, rhs and bias, unless there is an
-    `existing_out`, whose result is not recorded.
+    to its dtype; sums are of float32.  Differentiable in lhs, rhs and bias, but not with an `existing_out`.
 
     Raises ValueError for shapes, devices or block sizes that do not fit and for an `existing_out` that shares
     memory with an operand, TypeError for dtypes, RuntimeError for gradients of 8 bits, before anything is
