@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_aiter.invariance import invariant
+from moe_aiter.op import use
 from moe_aiter.routing import router as module
 from moe_aiter.routing.router import MANY, Router, in_three, route, router_logits
 from moe_aiter.routing.scores import SCORES
@@ -282,6 +283,18 @@ def test_second_derivatives_of_a_float32_router(device, T, monkeypatch):
     got, want = second(router_logits(x, weight, None)), second(x.float() @ weight.T)
     for value, truth in zip(got, want, strict=True):
         torch.testing.assert_close(value, truth, rtol=2**-6, atol=2**-7 * truth.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("H, E", [(2048, 128), (77, 5)])
+def test_a_float32_router_has_one_order_for_each_backend(backend, H, E):
+    x = draw(1000, H, device="cuda", dtype=torch.bfloat16)
+    weight = draw(E, H, device="cuda", dtype=torch.float32, seed=1)
+    with invariant(), use(backend):
+        whole = router_logits(x, weight, None)
+        for T in (1, 16, 17, 256, 257):
+            assert torch.equal(router_logits(x[:T], weight, None), whole[:T]), T
 
 
 @pytest.mark.gpu

@@ -249,9 +249,9 @@ def split_logits_kernel(
 
 def takes_split_logits(i) -> bool:
     """Whether this multiplies some rows by a float32 weight in three parts, with the bits of three products:
-    where all matrix instructions add up in one order."""
+    of Triton's, where all matrix instructions add up in one order."""
     some = i.x.is_cuda and 0 < i.x.shape[0] <= SPLIT_ROWS and i.weight.numel() > 0
-    return some and tuning.has_one_order()
+    return some and forced() not in ("host", "torch") and tuning.has_one_order()
 
 
 def bind_split_logits(i) -> Callable:
