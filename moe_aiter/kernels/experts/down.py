@@ -419,11 +419,11 @@ def bias_dots(dout: Tensor, bias: Tensor, rank: Tensor, group_sizes: Tensor) -> 
     """
     expert = torch.searchsorted(group_sizes.cumsum(0), rank.long(), right=True).clamp(max=len(bias) - 1)
     dtype = sum_dtype(dout)
-    if dout.dtype != bias.dtype and batch_invariant():
+    if bias.dtype == dtype != dout.dtype and batch_invariant():
         # beside guests, a bias of 16 bits is wide: then the first product has all of it, and its bits
         most = torch.finfo(dout.dtype).max
         near = bias.clamp(-most, most).to(dout.dtype)
-        rest = bias.to(dtype) - near.to(dtype)
+        rest = bias - near.to(dtype)
         dots = product_inside(dout, near.T, dtype) + product_inside(dout.to(dtype), rest.T, dtype)
     else:
         dout, bias = (dout, bias) if dout.dtype == bias.dtype else (dout.to(dtype), bias.to(dtype))

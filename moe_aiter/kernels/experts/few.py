@@ -45,7 +45,7 @@ DOWN = {True: (2, 2048, 8), False: (16, 1024, 8)}  # the numbers are those of al
 # the same by tensor cores, which multiply 16 columns by as many rows, here copies of one
 UP_DOT, DOWN_DOT, COPIES = (16, 256, 1), (16, 1024, 4), tl.constexpr(16)
 STAGES = 4
-DEEPEST = 128  # numbers of each of several experts
+DEEPEST = 128  # numbers of each of several experts; of one, a program is as of UP_DOT
 
 
 # kernels

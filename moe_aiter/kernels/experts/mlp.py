@@ -298,7 +298,7 @@ def new_inputs(
     options.check()
     check_plan(plan)
     x, gate_up, down = cast_as_linear(x, w.gate_up, w.down)
-    x = by_rows(x) if batch_invariant() and x.is_cuda else x
+    x = by_rows(x) if batch_invariant() and x.is_cuda and x.dtype in hopper.DTYPES else x
     tensors = x, gate_up, w.gate_up_bias, down, w.down_bias, routing_weights
     save_z = options.recompute == "none" and needs_grad(*tensors)
     main_grads = w.gate_up_main_grad, w.down_main_grad
@@ -313,9 +313,11 @@ def new_inputs(
 
 def by_rows(x: Tensor) -> Tensor:
     """Return x (T, H) so that Hopper's kernels take it, whose sums are their own, wherever its tokens lie."""
-    whole = x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0
+    whole = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0
+    if whole and not torch.compiler.is_compiling():
+        whole = x.storage_offset() * x.itemsize % 16 == 0
     fits = x.shape[1] * x.itemsize % 16 == 0  # or they never do
-    return x.clone(memory_format=torch.contiguous_format) if fits and (x.stride(1) != 1 or not whole) else x
+    return x.clone(memory_format=torch.contiguous_format) if fits and not whole else x
 
 
 def expert_rows(

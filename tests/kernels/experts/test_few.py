@@ -165,7 +165,9 @@ def test_the_bits_of_many_tokens(shape, dtype):
             own = of_tokens(tokens)
             assert few.takes_few(own) or not hopper.is_hopper(out.device)
             assert torch.equal(both(own), out[tokens]), tokens
-        for x in (own.x.T.contiguous().T, own.x.repeat(1, 2)[:, : shape[0]], own.x[:1].reshape(-1, 1).T):
+        wide = own.x.repeat(1, 3)
+        apart = wide[:, : shape[0]], wide.roll(1, 1)[:, 1 : shape[0] + 1]
+        for x in (own.x.T.contiguous().T, *apart, own.x[:1].reshape(-1, 1).T):
             own = of_tokens(tokens[: len(x)])
             assert torch.equal(both(own._replace(x=x)), out[tokens[: len(x)]]), x.stride()
 

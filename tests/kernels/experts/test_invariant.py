@@ -46,6 +46,8 @@ def test_a_wide_bias_has_the_bits_of_its_numbers(device, dtype):
     got, exact = bias_dots(dout, wide, rank, sizes), dout.double() @ wide.double().T
     own = torch.searchsorted(sizes.cumsum(0), rank.long(), right=True)
     torch.testing.assert_close(got.double(), exact.gather(1, own), rtol=1e-4, atol=1e-3)
+    for other in (dout.float(), dout.double()):  # and of wide tokens
+        torch.testing.assert_close(bias_dots(other, bias, rank, sizes).float(), dots, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
