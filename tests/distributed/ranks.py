@@ -101,6 +101,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     if not hasattr(t, "full_tensor"):
         return t.detach()
     if t.is_cuda and dist.get_backend() == "gloo":  # whose collective for DTensors reads memory of a CPU
+        assert all(placement.is_shard(0) for placement in t.placements)
         return gathered(t.to_local().detach())
     return t.full_tensor().detach()
 

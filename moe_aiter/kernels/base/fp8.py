@@ -160,7 +160,7 @@ def has_8_bits(lhs: Tensor, rhs: Tensor, **scales: Tensor | None) -> bool:
         for name, t in (("lhs", lhs), ("rhs", rhs)):
             if t.dtype not in bytes_:
                 raise TypeError(f"{scale} is for operands of 8 bits, but {name} is {t.dtype}")
-    return lhs.dtype in bytes_
+    return {lhs.dtype, rhs.dtype} <= set(bytes_)
 
 
 def check_two_scales(**scales: Tensor | None) -> None:

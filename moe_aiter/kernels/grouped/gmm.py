@@ -370,8 +370,8 @@ gmm_into_op = define_inplace_op(
 
 
 class GmmFp8Inputs(ScaledGroupsInputs):
-    """The inputs of the op `gmm_fp8`: those of `scaled_gmm` with scales of blocks; on Hopper w.mT has its
-    columns in a row.
+    """The inputs of the op `gmm_fp8`: those of `scaled_gmm` with scales of blocks.  Hopper's kernel takes w
+    that is contiguous along K.
 
     x_scale (M, K / 128), or (T, K / 128) with order, and w_scale (G, N / 128, K / 128), rounded up.
     """
@@ -465,16 +465,17 @@ def gmm_8_bits(
         shapes = "(M,) and (G, N), or of blocks (M, K / 128) and (G, N / 128, K / 128)"
         given = tuple(x_scale.shape), tuple(w_scale.shape)
         raise ValueError(f"x_scale and w_scale must be {shapes}, but they are {given[0]} and {given[1]}")
-    if (out is not None and out.dtype not in RESULTS) or (dtype or torch.bfloat16) not in RESULTS:
-        name, wrong = ("out_dtype", dtype) if out is None else ("existing_out", out.dtype)
-        raise TypeError(f"{name} must be float16, bfloat16 or float32, not {wrong}")
+    if out is not None:
+        check_existing(out, dtype)
+    name, result = ("out_dtype", dtype or torch.bfloat16) if out is None else ("existing_out", out.dtype)
+    if result not in RESULTS:
+        raise TypeError(f"{name} must be float16, bfloat16 or float32, not {result}")
     if w.is_cuda and w.dtype in OCP:  # as matrix instructions of 8 bits read operands
         w = w if w.stride(1) == 1 else transpose_rows8(w).mT
         x = x if x.stride(1) == 1 else x.contiguous()
     if out is None:
         op = gmm_fp8_op if has_blocks(w_scale) else scaled_gmm_op
-        return op(x, w, group_sizes, x_scale, w_scale, bias, None, 1, dtype or torch.bfloat16)
-    check_existing(out, dtype)
+        return op(x, w, group_sizes, x_scale, w_scale, bias, None, 1, result)
     with torch.no_grad():
         scaled_gmm_into_op(out, x, w, group_sizes, x_scale, w_scale, bias)
     return out
@@ -509,8 +510,8 @@ def gmm(
         (M,) for rows of `lhs` and (G, N) for columns of `rhs`, also of int8; or of blocks of 128, rounded up,
         (M, K / 128) and (G, N / 128, K / 128), whatever `trans_rhs` is.  The result is bfloat16 unless asked
         for in float16 or float32, and not differentiable; no `config` nor `grid_dim`.  An operand that is not
-        contiguous along K is copied.  GPUs that do not multiply these numbers, by blocks all but Hopper,
-        convert them first: to the dtype of the result, or to float32 for float16.
+        contiguous along K is copied.  By blocks, all GPUs but Hopper convert numbers first, to the dtype of
+        the result, or to float32 for float16; by rows, GPUs that do not know the format, to float16.
     fourth: the fourth argument by position is `bias` if it is a tensor, and `preferred_element_type` if it is
         a dtype.  All others are given by name.
 
