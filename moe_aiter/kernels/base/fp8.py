@@ -138,12 +138,14 @@ def has_exact_int8() -> bool:
 # scales and biases
 
 
-def check_scales(shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias=None) -> None:
+def check_scales(
+    shape_of_x: tuple, shape_of_w: tuple, x_scale, w_scale, bias=None, shape_of_bias: tuple = ()
+) -> None:
     """Raise unless the scales are float32 of these shapes, and the bias is of any floating dtype."""
     for name, t, shape in (
         ("x_scale", x_scale, shape_of_x),
         ("w_scale", w_scale, shape_of_w),
-        ("bias", bias, shape_of_w),
+        ("bias", bias, shape_of_bias),
     ):
         if t is None:
             continue

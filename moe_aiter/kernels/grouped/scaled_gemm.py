@@ -293,7 +293,7 @@ def check_8_bits(i: ScaledInputs | ScaledGroupsInputs, results: Sequence = RESUL
 
 def new_scaled_gemm(i: ScaledInputs) -> Tensor:
     size = check_8_bits(i)
-    check_scales((size["M"],), (size["N"],), i.x_scale, i.w_scale, i.bias)
+    check_scales((size["M"],), (size["N"],), i.x_scale, i.w_scale, i.bias, (size["N"],))
     return i.x.new_empty(size["M"], size["N"], dtype=i.dtype)
 
 
@@ -355,14 +355,14 @@ def shape_of_scaled_gmm(i: ScaledGroupsInputs, blocks: bool = False) -> tuple[in
     rows = i.x.shape[0] if i.order is None else i.order.shape[0]
     check_rows("x", i.x, "K", i.order, i.top_k, rows)
     size = check_8_bits(i, (*RESULTS, torch.float64) if blocks else RESULTS)
-    of_x, of_w, of_bias = (i.x.shape[0],), (size["G"], size["N"]), (size["G"], size["N"])
+    of_x, of_w = (i.x.shape[0],), (size["G"], size["N"])
+    of_bias = of_w
     if blocks:
         if i.x.dtype == torch.int8:
             raise TypeError("scales of blocks are for 8-bit floats, but x is torch.int8")
         across = cdiv(i.x.shape[1], ROW_BLOCK)
         of_x, of_w = (*of_x, across), (size["G"], cdiv(size["N"], ROW_BLOCK), across)
-    check_scales(of_x, of_w, i.x_scale, i.w_scale)
-    check_scales((), of_bias, None, None, i.bias)
+    check_scales(of_x, of_w, i.x_scale, i.w_scale, i.bias, of_bias)
     return rows, size["N"]
 
 

@@ -18,8 +18,8 @@ y is quantised:
 
     out[g] = (x[s:e].T @ y[s:e]) * x_scale[g][:, None] * y_scale[g]
 
-On Hopper both operands are laid out by columns.  Elsewhere they are multiplied in float16, which holds every
-8-bit float.
+On Hopper both operands are laid out by columns.  Other devices convert them to float16, where each 8-bit
+float is exact, and multiply that.
 """
 
 from collections.abc import Callable, Sequence
